@@ -1,0 +1,72 @@
+"""Triton, or its absence: the one module that knows whether Triton is installed and where it runs.
+
+Coefficient functions are written once, in the arithmetic that Triton and PyTorch share. :func:`as_torch` rebinds the
+name ``tl`` of such a function (and of the functions it calls) to :class:`torch_language`, so that the CPU path and
+the differentiable path evaluate the very expression that the GPU kernel evaluates.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+
+import torch
+
+
+class torch_language:
+    """The subset of ``triton.language`` that coefficient functions may use, on tensors."""
+
+    exp = staticmethod(torch.exp)
+
+    @staticmethod
+    def where(condition, x, y):
+        """``tl.where``; a condition known beforehand (an absent flag is ``False``) costs nothing."""
+        if isinstance(condition, bool):
+            return x if condition else y
+        return torch.where(condition, x, y)
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:  # no Triton on this platform: the CPU path needs none
+    triton, tl = None, torch_language
+
+    def jit(fn):
+        return fn
+
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter runs the kernels, on CPU tensors too."""
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether tensors on ``device`` go through the Triton kernels."""
+    return INTERPRETED or (triton is not None and device.type == "cuda")
+
+
+@functools.cache
+def as_torch(fn: Callable) -> FunctionType:
+    """The PyTorch reading of a coefficient function.
+
+    It lives in a twin of the function's module, where ``tl`` is :class:`torch_language`: ``torch.compile`` looks names
+    up by module.
+    """
+    python = getattr(fn, "fn", fn)
+    name = f"{python.__module__}.as_torch"
+    twin = sys.modules.setdefault(name, ModuleType(name, f"{python.__module__} read by PyTorch."))
+    twin.tl = torch_language
+    for used in python.__code__.co_names:
+        value = python.__globals__.get(used)
+        if value is not fn and (hasattr(value, "fn") or isinstance(value, FunctionType)):
+            setattr(twin, used, as_torch(value))
+        elif isinstance(value, (int, float)):
+            setattr(twin, used, value)
+    twin.__dict__.setdefault("__builtins__", builtins)
+    return FunctionType(python.__code__, twin.__dict__, python.__name__)

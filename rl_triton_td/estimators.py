@@ -1,0 +1,963 @@
+"""Value estimators for TorchRL: read keys, call one function, write keys.
+
+The classes extend those of :mod:`torchrl.objectives.value`, so they go wherever TorchRL's go: a collector's
+``postproc``, a replay buffer's transform, ``loss.make_value_estimator``, a trainer's hook. Reading, value networks,
+masks, standardisation and writing in place are shared; a subclass says which function it calls.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn import CompositeDistribution, dispatch, set_composite_lp_aggregate
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torchrl.objectives import value as torchrl_value
+from torchrl.objectives.utils import _maybe_get_or_select, hold_out_net
+from torchrl.objectives.value.advantages import (
+    ValueEstimatorBase,
+    _call_actor_net,
+    _self_set_grad_enabled,
+    _self_set_skip_existing,
+)
+
+from . import functional as F
+from . import specs
+
+__all__ = [
+    "GAE",
+    "DiscountedReturn",
+    "EligibilityTrace",
+    "EpisodicPrefixSum",
+    "MissingEntryError",
+    "MultiAgentGAE",
+    "RetraceEstimator",
+    "TD0Estimator",
+    "TD1Estimator",
+    "TDLambdaEstimator",
+    "VTrace",
+]
+
+
+class MissingEntryError(KeyError, ValueError):
+    """The TensorDict lacks an entry that an estimator reads."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+def _keys(cls):
+    """A dataclass of key names; TorchRL's ``set_keys`` looks for each in the class's own ``__dict__``."""
+    cls = dataclass(cls)
+    for entry in fields(cls):
+        setattr(cls, entry.name, entry.default)
+    return cls
+
+
+@_keys
+class _Keys(ValueEstimatorBase._AcceptedKeys):
+    """Names of the entries: TorchRL's, and three more.
+
+    Attributes:
+        truncated: read from ``"next"`` where ``done`` is absent, or where this key was named by the caller (it then
+            adds to ``done``).
+        mask: steps that are transitions; the default is where TorchRL's ``split_trajectories`` puts it.
+        bootstrap: continuation values, read where there is no ``("next", value)``.
+    """
+
+    truncated: NestedKey = "truncated"
+    mask: NestedKey = ("collector", "mask")
+    bootstrap: NestedKey = "bootstrap"
+
+
+@dataclass
+class _Step:
+    """What an estimator reads, each with the shape of the values."""
+
+    value: Tensor | None
+    next_value: Tensor | None
+    bootstrap: Tensor | None
+    reward: Tensor
+    done: Tensor
+    terminated: Tensor | None
+    mask: Tensor | None
+    gamma: Tensor
+    time_dim: int
+
+
+class Estimator(ValueEstimatorBase):
+    """What all estimators share.
+
+    Entries are ``[*B, T, *F]`` in a TensorDict whose batch size starts with ``[*B, T]``. Time is the dimension given as
+    ``time_dim``, else the one named ``"time"``, else the last. Team-level entries (``[*B, T, 1]`` beside values of
+    ``[*B, T, agents, 1]``) hold for every agent. An ``advantage`` or ``value_target`` that is there already, with
+    fitting shape, dtype and device, is overwritten in its own memory: a preallocated, shared or memory-mapped buffer
+    stays the buffer.
+
+    Keyword Args:
+        keys (dict, optional): names of entries, as for :meth:`set_keys`.
+        value_network (TensorDictModule, optional): evaluates the states and their successors. ``None`` reads both from
+            the TensorDict; without a ``("next", value)`` entry, the successor's value is that of the next row, and the
+            ``bootstrap`` entry's where the episode or the window is cut.
+        **kwargs: those of the TorchRL class of the same name.
+
+    Raises:
+        MissingEntryError: an entry that is read is not there.
+        rl_triton_td.functional.ShapeError, ValueError, TypeError: an entry does not fit; the TensorDict is as it was.
+    """
+
+    _AcceptedKeys = _Keys
+    default_keys = _Keys
+    writes: tuple[str, ...] = ("advantage", "value_target")  # names of tensor_keys
+    agent_dim = -2
+    reward_eps = 1e-5  # floor of the standard deviation under average_rewards
+
+    def __init__(self, *, keys: dict[str, NestedKey] | None = None, value_network=None, **kwargs):
+        self.__dict__["_named"] = frozenset()
+        # TorchRL keeps numbers in single-precision buffers; double-precision rollouts get the number itself
+        self.__dict__["_exact"] = {name: x for name, x in kwargs.items() if isinstance(x, float)}
+        super().__init__(value_network=value_network, **kwargs)
+        if keys:
+            self.set_keys(**keys)
+
+    def _register(self, **hypers: float | Tensor) -> None:
+        """Keep discounts and thresholds in buffers, as TorchRL's classes do."""
+        for name, value in hypers.items():
+            if isinstance(value, (int, float)):
+                self._exact[name] = float(value)
+                value = torch.tensor(float(value), device=self._device)
+            self.register_buffer(name, value)
+
+    def _compute(self, step: _Step, tensordict: TensorDictBase, out) -> tuple[Tensor, ...]:
+        """The results named in ``writes``, written into ``out`` where that is given."""
+        raise NotImplementedError
+
+    # ----------------------------------------------------------------------------------------------------------- keys
+
+    def set_keys(self, **kwargs) -> None:
+        """Set names of entries, e.g. ``set_keys(reward=("agents", "reward"), mask="mask")``.
+
+        ``mask``, ``bootstrap`` and ``truncated`` are used where they are found; once named here, they must be there.
+        """
+        super().set_keys(**kwargs)
+        self.__dict__["_named"] = self._named | ({"mask", "bootstrap", "truncated", "ratio"} & set(kwargs))
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        keys, named = self.tensor_keys, self._named
+        flags = [keys.reward, keys.done, keys.terminated, *([keys.truncated] if "truncated" in named else [])]
+        if self.value_network is None:
+            after = keys.bootstrap if "bootstrap" in named else _next(keys.value)
+            found = [keys.value, *map(_next, flags), after]
+        else:
+            values = list(getattr(self.value_network, "in_keys", ()))
+            found = [*values, *map(_next, flags), *map(_next, values)] if values else []
+        found += self._more_in_keys()
+        if "mask" in named:
+            found.append(keys.mask)
+        if self.group_key is not None:
+            found.append(self.group_key)
+        return list(dict.fromkeys(map(unravel_key, found)))
+
+    def _more_in_keys(self) -> list[NestedKey]:
+        return []
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        selected = self.__dict__.get("_out_keys_apparent")
+        return selected or [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
+
+    # -------------------------------------------------------------------------------------------------------- calling
+
+    # TorchRL's decorators: skip-existing and gradient modes, and calls with tensors in place of a tensordict
+    @_self_set_skip_existing
+    @_self_set_grad_enabled
+    @dispatch
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        time_dim: int | None = None,
+    ) -> TensorDictBase:
+        """Write ``advantage`` and ``value_target`` into the tensordict and return it.
+
+        Args:
+            tensordict: the rollout.
+            params, target_params: parameters of a functional value network, for the states and for their successors.
+            time_dim: overrides the module's.
+        """
+        if not tensordict.batch_dims:
+            raise RuntimeError(
+                "Expected input tensordict to have at least one dimension, got "
+                f"tensordict.batch_size = {tensordict.batch_size}"
+            )
+        step = self._read(tensordict, params, target_params, time_dim)
+        like = step.reward if step.value is None else step.value
+        standardize = getattr(self, "average_gae", False) or getattr(self, "average_adv", False)
+        selected = self.out_keys
+        existing = tuple(_fitting(tensordict, key, like) for key in selected)
+        if (
+            len(selected) == len(self.writes)
+            and not standardize
+            and all(entry is not None for entry in existing)
+            and not _tracked(step)
+        ):
+            self._compute(step, tensordict, existing)
+            return tensordict
+        for name, result in zip(self.writes, self._compute(step, tensordict, None), strict=True):
+            key = unravel_key(getattr(self.tensor_keys, name))
+            if key not in selected:
+                continue
+            if name == "advantage" and standardize:
+                groups = self._group_ids(tensordict)
+                result = F.standardize(result, mask=step.mask, groups=groups, dim=self._pooled_dims(result))
+            _write(tensordict, key, result)
+        return tensordict
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        target_params: TensorDictBase | None = None,
+        next_value: Tensor | None = None,
+        time_dim: int | None = None,
+        *,
+        params: TensorDictBase | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """The value target alone; nothing is written but values of the network.
+
+        Args:
+            tensordict: the rollout.
+            target_params: parameters of a functional value network for the successors.
+            next_value: their values, where they are known.
+            time_dim: overrides the module's.
+            params: parameters for the states.
+        """
+        step = self._read(tensordict, params, target_params, time_dim, next_value=next_value)
+        return self._compute(step, tensordict, None)[-1]
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def _missing(self, key: NestedKey, tensordict: TensorDictBase) -> MissingEntryError:
+        entries = ", ".join(sorted(str(k) for k in tensordict.keys(True, True))) or "nothing"
+        return MissingEntryError(
+            f"{type(self).__name__} reads {key!r}, which the tensordict lacks. It holds {entries}."
+        )
+
+    def _read(self, tensordict, params, target_params, time_dim, next_value=None) -> _Step:
+        keys, named = self.tensor_keys, self._named
+        after = tensordict.get("next", None)
+        reward = None if after is None else after.get(keys.reward, None)
+        if reward is None:
+            raise self._missing(_next(keys.reward), tensordict)
+        done, terminated = after.get(keys.done, None), after.get(keys.terminated, None)
+        if done is None or "truncated" in named:
+            truncated = after.get(keys.truncated, None)
+            if truncated is None and "truncated" in named:
+                raise self._missing(_next(keys.truncated), tensordict)
+            if done is None and terminated is None:
+                raise self._missing(_next(keys.done), tensordict)
+            terminated = done if terminated is None else terminated
+            done = terminated if done is None else done
+            done = done if truncated is None else done.bool() | truncated.bool()
+        mask = tensordict.get(keys.mask, None)
+        if mask is None and "mask" in named:
+            raise self._missing(keys.mask, tensordict)
+        gamma = self._hyper("gamma", reward)
+        steps = tensordict.get(keys.steps_to_next_obs, None)
+        if steps is not None:
+            gamma = gamma ** steps.view_as(reward)
+        value, next_value, bootstrap, valid = self._values(tensordict, after, params, target_params, next_value)
+        like = value if value is not None else next_value if next_value is not None else reward
+        time_dim = self._get_time_dim(time_dim, tensordict) if tensordict.batch_dims else reward.ndim - 2
+
+        def fit(x):
+            return self._for_each_agent(x, like, tensordict.batch_dims)
+
+        if valid is not None:
+            mask = _lead(valid, like) if mask is None else _lead(mask, like).bool() & _lead(valid, like)
+        step = _Step(
+            value,
+            next_value,
+            bootstrap,
+            fit(reward),
+            fit(done),
+            fit(terminated),
+            None if mask is None else _lead(mask, like),
+            fit(gamma) if gamma.ndim else gamma,
+            time_dim,
+        )
+        if getattr(self, "average_rewards", False):
+            standard = F.standardize(reward, groups=self._group_ids(tensordict), eps=self.reward_eps)
+            _write(tensordict, _next(keys.reward), standard)
+            step = replace(step, reward=fit(standard))
+        return step
+
+    def _hyper(self, name: str, like: Tensor) -> Tensor:
+        """A discount or threshold on the device of ``like``; none of this waits for the device."""
+        value = getattr(self, name)
+        if value.device != like.device:
+            value = value.to(like.device)
+            setattr(self, name, value)
+        exact = self._exact.get(name)
+        if like.dtype == torch.float64 and value.dtype == torch.float32 and exact is not None:
+            unchanged = value == torch.full((), exact, device=value.device)
+            return torch.where(
+                unchanged, torch.full((), exact, dtype=torch.float64, device=value.device), value.double()
+            )
+        return value
+
+    def _values(self, tensordict, after, params, target_params, next_value):
+        """``(value, next_value, bootstrap, valid)`` by the network, else from the tensordict."""
+        keys, named = self.tensor_keys, self._named
+        if self.value_network is None or next_value is not None:
+            value, bootstrap = tensordict.get(keys.value, None), None
+            if next_value is None:
+                if "bootstrap" not in named:
+                    next_value = after.get(keys.value, None)
+                if next_value is None:
+                    bootstrap = tensordict.get(keys.bootstrap, None)
+                if next_value is None and bootstrap is None:
+                    key = keys.bootstrap if "bootstrap" in named else _next(keys.value)
+                    raise self._missing(key, tensordict)
+                if value is None:
+                    raise self._missing(keys.value, tensordict)
+            return value, next_value, bootstrap, tensordict.get("shifted_valid", None)
+        if params is not None:
+            params = params.detach()
+            if target_params is None:
+                target_params = params.clone(False)
+        # gradients may pass through the values, but not into the network's own parameters
+        with hold_out_net(self.value_network) if params is None and target_params is None else nullcontext():
+            value, next_value, valid = self._call_value_nets(
+                data=tensordict.copy(),
+                params=params,
+                next_params=target_params,
+                single_call=self.shifted,
+                value_key=keys.value,
+                detach_next=True,
+                vmap_randomness=self.vmap_randomness,
+            )
+        _write(tensordict, keys.value, value)
+        _write(tensordict, _next(keys.value), next_value)
+        if valid is not None:
+            _write(tensordict, "shifted_valid", valid)
+        return value, next_value, None, valid
+
+    # --------------------------------------------------------------------------------------------------------- shapes
+
+    def _for_each_agent(self, x: Tensor | None, value: Tensor, batch_dims: int) -> Tensor | None:
+        """A team-level entry, one dimension short of the values', repeated for every agent without a copy."""
+        if x is None or x.ndim != value.ndim - 1 or value.ndim != batch_dims + 2:
+            return x
+        dim = self.agent_dim % value.ndim
+        return x.unsqueeze(dim).expand(*x.shape[:dim], value.shape[dim], *x.shape[dim:])
+
+    def _pooled_dims(self, advantage: Tensor) -> tuple[int, ...] | None:
+        """The dimensions that share a mean and a deviation; ``None``: all."""
+        return None
+
+
+def _next(key: NestedKey) -> NestedKey:
+    return ("next", *key) if isinstance(key, tuple) else ("next", key)
+
+
+def _lead(x: Tensor, value: Tensor) -> Tensor:
+    """A mask of ``[*B, T]``, with the dimensions after time that ``value`` has."""
+    while x.ndim < value.ndim:
+        x = x.unsqueeze(-1)
+    return x.expand(value.shape)
+
+
+def _own(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """The entry's own memory; ``None`` where reading it stacks or loads a copy."""
+    entry = tensordict.get(key, None)
+    if entry is None or (type(tensordict) is TensorDict and isinstance(key, str)):
+        return entry
+    return entry if tensordict.get(key) is entry else None
+
+
+def _fitting(tensordict: TensorDictBase, key: NestedKey, like: Tensor) -> Tensor | None:
+    """The entry's own memory if ``like`` can be written into it."""
+    entry = _own(tensordict, key)
+    if (
+        isinstance(entry, Tensor)
+        and entry.shape == like.shape
+        and entry.dtype == like.dtype
+        and entry.device == like.device
+        and not entry.requires_grad
+        and not any(stride == 0 and size > 1 for stride, size in zip(entry.stride(), entry.shape, strict=True))
+    ):
+        return entry
+    return None
+
+
+def _tracked(step: _Step) -> bool:
+    """Whether autograd follows the results, which then need memory of their own."""
+    tensors = (step.value, step.next_value, step.bootstrap, step.reward, step.gamma)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _write(tensordict: TensorDictBase, key: NestedKey, value: Tensor) -> None:
+    """Into the entry's own memory where it fits, as a new entry otherwise."""
+    entry = None if value.requires_grad else _fitting(tensordict, key, value)
+    if entry is None:
+        tensordict.set(key, value)
+    elif entry is not value:
+        entry.copy_(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GAE
+
+
+class GAE(Estimator, torchrl_value.GAE):
+    r"""Generalized advantage estimation: :func:`.functional.generalized_advantage_estimate` on a TensorDict.
+
+    Schulman et al. 2016, arXiv:1506.02438. Reading, writing and keys as in :class:`Estimator`.
+
+    Keyword Args:
+        gamma (float or Tensor): discount.
+        lmbda (float or Tensor): decay of the trace.
+        value_network (TensorDictModule, optional): see :class:`Estimator`.
+        average_gae (bool): standardise the advantage (within ``group_key`` where given). Defaults to ``False``.
+        keys (dict, optional): names of entries.
+        **kwargs: ``differentiable``, ``skip_existing``, ``shifted``, ``shifted_budget``, ``time_dim``,
+            ``auto_reset_env``, ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks``, ``value_chunk_dim``,
+            ``group_key`` and ``device`` as in :class:`torchrl.objectives.value.GAE`; ``vectorized`` is accepted, there
+            is one path.
+
+    Examples:
+        >>> gae = GAE(gamma=0.99, lmbda=0.95)
+        >>> gae.in_keys
+        ['state_value', ('next', 'reward'), ('next', 'done'), ('next', 'terminated'), ('next', 'state_value')]
+        >>> gae.out_keys
+        ['advantage', 'value_target']
+    """
+
+    def _compute(self, step, tensordict, out):
+        if self.auto_reset_env:
+            step = self._continue_from_own_value(step, tensordict)
+        return F.generalized_advantage_estimate(
+            step.gamma,
+            self._hyper("lmbda", step.reward),
+            step.value,
+            step.next_value,
+            step.reward,
+            step.done,
+            step.terminated,
+            bootstrap=step.bootstrap,
+            mask=step.mask,
+            time_dim=step.time_dim,
+            out=out,
+        )
+
+    def _continue_from_own_value(self, step, tensordict):
+        """Where the next state of a truncated step is the reset one, its own value stands in for the continuation."""
+        key = _next(self.tensor_keys.truncated)
+        truncated = tensordict.get(key, None)
+        if truncated is None:
+            raise self._missing(key, tensordict)
+        truncated = self._for_each_agent(truncated, step.value, tensordict.batch_dims).bool()
+        reward = torch.where(truncated, step.reward + step.gamma * step.value, step.reward)
+        return replace(step, reward=reward, terminated=step.done)
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        time_dim: int | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """The value target alone, as :meth:`Estimator.value_estimate`, in TorchRL's order of arguments."""
+        return super().value_estimate(tensordict, target_params, time_dim=time_dim, params=params)
+
+
+class MultiAgentGAE(GAE, torchrl_value.MultiAgentGAE):
+    """:class:`GAE` for values ``[*B, T, agents, 1]``, with team rewards and flags ``[*B, T, 1]`` or each agent's own.
+
+    Keyword Args:
+        agent_dim (int): the dimension of agents in the values. Defaults to ``-2``.
+        **kwargs: those of :class:`GAE`. ``average_gae`` standardises each agent's advantage by itself.
+    """
+
+    def _for_each_agent(self, x, value, batch_dims):
+        return None if x is None else self._broadcast_to_agents(x, value, self.agent_dim)
+
+    def _pooled_dims(self, advantage):
+        agents = self.agent_dim % advantage.ndim
+        return tuple(dim for dim in range(advantage.ndim) if dim != agents)
+
+
+# --------------------------------------------------------------------------------------------------------- TD returns
+
+
+class _TDEstimator(Estimator):
+    """Returns, with the advantage as what they exceed the value by."""
+
+    spec: specs.Spec
+
+    def __init__(self, **kwargs):
+        tensors = {name: x for name, x in kwargs.items() if name in self.spec.hypers and isinstance(x, Tensor)}
+        super().__init__(**(kwargs | dict.fromkeys(tensors, 0.0)))  # TorchRL's class would copy them, with a warning
+        for name, x in tensors.items():
+            self._exact.pop(name, None)
+            self.register_buffer(name, x.to(self._device))
+
+    def _compute(self, step, tensordict, out):
+        names = ("advantage", "value_target")
+        hypers = (step.gamma, *(self._hyper(name, step.reward) for name in self.spec.hypers[1:]))
+        if step.value is None:  # a caller that brings next values wants the return alone
+            names, out = ("value_target",), None
+        results = F._returns(
+            self.spec, names, hypers, step.value, step.next_value, step.reward, step.done, step.terminated,
+            step.bootstrap, step.mask, step.time_dim, out,
+        )  # fmt: skip
+        return results if len(results) == 2 else (None, *results)
+
+    def value_estimate(self, tensordict, target_params=None, next_value=None, time_dim=None, **kwargs) -> Tensor:
+        """The return alone, as :meth:`Estimator.value_estimate`; states are not evaluated for it."""
+        if next_value is None and self.value_network is not None:
+            next_value = self._next_value(tensordict, target_params, kwargs)
+        return super().value_estimate(tensordict, target_params, next_value, time_dim)
+
+
+class TD0Estimator(_TDEstimator, torchrl_value.TD0Estimator):
+    """One-step return and TD error: :func:`.functional.td0_return_estimate` on a TensorDict.
+
+    Keyword Args:
+        gamma (float or Tensor): discount.
+        average_rewards (bool): standardise the rewards first, and write them back.
+        **kwargs: see :class:`Estimator` and :class:`torchrl.objectives.value.TD0Estimator`.
+    """
+
+    spec = specs.TD0
+
+
+class TD1Estimator(_TDEstimator, torchrl_value.TD1Estimator):
+    """Discounted return that continues with the next value where it is cut: :func:`.functional.td1_return_estimate`.
+
+    Keyword Args:
+        gamma (float or Tensor): discount.
+        average_rewards (bool): standardise the rewards first, and write them back.
+        **kwargs: see :class:`Estimator` and :class:`torchrl.objectives.value.TD1Estimator`.
+    """
+
+    spec = specs.RETURN
+
+
+class TDLambdaEstimator(_TDEstimator, torchrl_value.TDLambdaEstimator):
+    r"""The :math:`\lambda`-return: :func:`.functional.td_lambda_return_estimate` on a TensorDict.
+
+    Keyword Args:
+        gamma, lmbda (float or Tensor): discount and decay.
+        average_rewards (bool): standardise the rewards first, and write them back.
+        **kwargs: see :class:`Estimator` and :class:`torchrl.objectives.value.TDLambdaEstimator`.
+    """
+
+    spec = specs.TD_LAMBDA
+    reward_eps = 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------------ V-trace
+
+
+class VTrace(Estimator, torchrl_value.VTrace):
+    r"""V-trace: :func:`.functional.vtrace_advantage_estimate` on a TensorDict (Espeholt et al. 2018, arXiv:1802.01561).
+
+    The importance ratio is that of the action in the TensorDict, scored under ``actor_network``: on fresh on-policy
+    data it is 1. Only where the TensorDict holds no action does the actor choose one, as TorchRL's class always does.
+
+    Keyword Args:
+        gamma (float or Tensor): discount.
+        actor_network (ProbabilisticTensorDictSequential): the current policy.
+        value_network (TensorDictModule, optional): see :class:`Estimator`.
+        rho_thresh, c_thresh (float or Tensor): clipping thresholds of the importance weights. Default to 1.
+        average_adv (bool): standardise the advantage.
+        **kwargs: see :class:`Estimator` and :class:`torchrl.objectives.value.VTrace`.
+    """
+
+    def _more_in_keys(self):
+        log_prob = self.tensor_keys.sample_log_prob
+        return log_prob if isinstance(log_prob, list) else [log_prob]
+
+    def _compute(self, step, tensordict, out):
+        log_mu = _maybe_get_or_select(tensordict, self.tensor_keys.sample_log_prob)
+        if log_mu is None:
+            raise self._missing(self.tensor_keys.sample_log_prob, tensordict)
+        if is_tensor_collection(log_mu):
+            log_mu = log_mu.sum(dim="feature", reduce=True)
+        return F.vtrace_advantage_estimate(
+            step.gamma,
+            _as_value(self._log_pi(tensordict), step.value),
+            _as_value(log_mu, step.value),
+            step.value,
+            step.next_value,
+            step.reward,
+            step.done,
+            step.terminated,
+            self._hyper("rho_thresh", step.reward),
+            self._hyper("c_thresh", step.reward),
+            step.time_dim,
+            bootstrap=step.bootstrap,
+            mask=step.mask,
+            out=out,
+        )
+
+    def _log_pi(self, tensordict: TensorDictBase) -> Tensor:
+        """Log-probability of the stored action under the current policy."""
+        actor = self.actor_network
+        with hold_out_net(actor), set_composite_lp_aggregate(True):
+            actions = list(getattr(actor, "dist_sample_keys", ()))
+            stored = {key: tensordict.get(key, None) for key in actions}
+            if not stored or any(action is None for action in stored.values()):
+                return _call_actor_net(
+                    actor_net=actor, data=tensordict, params=None, log_prob_key=self.tensor_keys.sample_log_prob
+                )
+            distribution = actor.get_dist(tensordict.select(*actor.in_keys, strict=False))
+            if isinstance(distribution, CompositeDistribution):
+                return distribution.log_prob(tensordict.select(*actions))
+            (action,) = stored.values()
+            return distribution.log_prob(action)
+
+
+def _as_value(log_prob: Tensor, value: Tensor) -> Tensor:
+    return log_prob.view_as(value) if log_prob.numel() == value.numel() else log_prob
+
+
+# ----------------------------------------------------------------------------------------------- Retrace and relatives
+
+
+@_keys
+class _RetraceKeys(_Keys):
+    """Names of the entries of :class:`RetraceEstimator`.
+
+    Attributes:
+        value: ``Q(s_t, a_t)``; what Retrace corrects.
+        state_value: under ``"next"``, ``E_pi Q(s'_t, .)``.
+        log_pi: log-probability of the taken action under the target policy.
+        action_value: values of all actions, ``[*B, T, A]``, at the state and under ``"next"``.
+        action: the taken action, one-hot ``[*B, T, A]`` or an index ``[*B, T]`` or ``[*B, T, 1]``.
+    """
+
+    value: NestedKey = "state_action_value"
+    state_value: NestedKey = "state_value"
+    log_pi: NestedKey = "log_pi"
+    action_value: NestedKey = "action_value"
+    action: NestedKey = "action"
+
+
+class RetraceEstimator(Estimator):
+    r"""Retrace(:math:`\lambda`) and its relatives: off-policy targets for action values (Munos et al. 2016).
+
+    :func:`.functional.retrace_lambda_advantage_estimate` on a TensorDict. With a ``value_network`` that writes the
+    values of all discrete actions (``action_value``, ``[*B, T, A]``, as TorchRL's Q-networks do), the taken action's
+    value is picked and the next state's expectation taken under the target policy: that of ``actor_network``, or,
+    without one, the :math:`\epsilon`-greedy policy of the values themselves. Without a network, the tensordict holds
+    ``state_action_value``, ``("next", "state_value")`` and, where the trace needs it, ``log_pi``.
+
+    Keyword Args:
+        gamma, lmbda (float or Tensor): discount and decay.
+        value_network (TensorDictModule, optional): writes ``action_value``.
+        actor_network (ProbabilisticTensorDictSequential, optional): the target policy, over discrete actions.
+        epsilon (float): exploration of the greedy target policy. Defaults to 0.
+        trace (str): ``"retrace"``, ``"importance_sampling"``, ``"tree_backup"`` or ``"q_lambda"``.
+        c_thresh, rho_thresh (float or Tensor): clipping thresholds of the trace and of the advantage's weight.
+        average_adv (bool): standardise the advantage.
+        **kwargs: ``keys``, ``time_dim``, ``differentiable``, ``skip_existing``, ``group_key``, ``device``,
+            ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks`` as in :class:`Estimator`.
+    """
+
+    _AcceptedKeys = _RetraceKeys
+    default_keys = _RetraceKeys
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        lmbda: float | Tensor,
+        value_network=None,
+        actor_network=None,
+        epsilon: float = 0.0,
+        trace: str = "retrace",
+        c_thresh: float | Tensor = 1.0,
+        rho_thresh: float | Tensor = 1.0,
+        average_adv: bool = False,
+        time_dim: int | None = None,
+        keys: dict[str, NestedKey] | None = None,
+        **kwargs,
+    ):
+        if trace not in F.TRACES:
+            raise ValueError(f"trace must be one of {F.TRACES}, got {trace!r}.")
+        super().__init__(value_network=value_network, keys=keys, **kwargs)
+        self._register(gamma=gamma, lmbda=lmbda, c_thresh=c_thresh, rho_thresh=rho_thresh)
+        self.actor_network = actor_network
+        self.epsilon, self.trace, self.average_adv, self.time_dim = epsilon, trace, average_adv, time_dim
+
+    @property
+    def in_keys(self):
+        keys = self.tensor_keys
+        after = [_next(key) for key in (keys.reward, keys.done, keys.terminated)]
+        log_mu = [keys.sample_log_prob] if self.trace in ("retrace", "importance_sampling") else []
+        if self.value_network is not None:
+            values = list(getattr(self.value_network, "in_keys", ()))
+            found = [*values, *after, *map(_next, values), keys.action, *log_mu]
+        else:
+            log_pi = [] if self.trace == "q_lambda" else [keys.log_pi]
+            found = [keys.value, *after, _next(keys.state_value), *log_pi, *log_mu]
+        return [*found, keys.mask] if "mask" in self._named else found
+
+    def _values(self, tensordict, after, params, target_params, next_value):
+        keys = self.tensor_keys
+        valid = tensordict.get("shifted_valid", None)
+        if self.value_network is None:
+            value = tensordict.get(keys.value, None)
+            if value is None:
+                raise self._missing(keys.value, tensordict)
+            next_value = after.get(keys.state_value, None) if next_value is None else next_value
+            if next_value is None:
+                raise self._missing(_next(keys.state_value), tensordict)
+            return value, next_value, None, valid
+        with hold_out_net(self.value_network) if params is None and target_params is None else nullcontext():
+            action_values, next_action_values, _ = self._call_value_nets(
+                data=tensordict.copy(),
+                params=params,
+                next_params=params if target_params is None else target_params,
+                single_call=False,
+                value_key=keys.action_value,
+                detach_next=True,
+                vmap_randomness=self.vmap_randomness,
+            )
+        index = self._action_index(tensordict, action_values)
+        pi, next_pi = self._policy(tensordict, action_values), self._policy(tensordict.get("next"), next_action_values)
+        self.__dict__["_log_pi"] = pi.gather(-1, index).log()
+        return action_values.gather(-1, index), (next_pi * next_action_values).sum(-1, keepdim=True), None, valid
+
+    def _action_index(self, tensordict, action_values):
+        key = self.tensor_keys.action
+        action = tensordict.get(key, None)
+        if action is None:
+            raise self._missing(key, tensordict)
+        if action.shape == action_values.shape:
+            return action.long().argmax(-1, keepdim=True)
+        return action.long() if action.ndim == action_values.ndim else action.long().unsqueeze(-1)
+
+    def _policy(self, tensordict, action_values):
+        """Probabilities of all actions under the target policy."""
+        if self.actor_network is not None:
+            with hold_out_net(self.actor_network):
+                return self.actor_network.get_dist(
+                    tensordict.select(*self.actor_network.in_keys, strict=False)
+                ).probs.to(action_values.dtype)
+        actions = action_values.shape[-1]
+        greedy = torch.nn.functional.one_hot(action_values.argmax(-1), actions).to(action_values.dtype)
+        return greedy * (1 - self.epsilon) + self.epsilon / actions
+
+    def _compute(self, step, tensordict, out):
+        keys = self.tensor_keys
+        log_pi = self.__dict__.pop("_log_pi", None)
+        if log_pi is None and self.trace != "q_lambda":
+            log_pi = tensordict.get(keys.log_pi, None)
+            if log_pi is None:
+                raise self._missing(keys.log_pi, tensordict)
+        log_mu = tensordict.get(keys.sample_log_prob, None)
+        if log_mu is None and self.trace in ("retrace", "importance_sampling"):
+            raise self._missing(keys.sample_log_prob, tensordict)
+        return F.retrace_lambda_advantage_estimate(
+            step.gamma,
+            self._hyper("lmbda", step.reward),
+            None if log_pi is None else _as_value(log_pi, step.value),
+            None if log_mu is None else _as_value(log_mu, step.value),
+            step.value,
+            step.next_value,
+            step.reward,
+            step.done,
+            step.terminated,
+            step.time_dim,
+            c_thresh=self._hyper("c_thresh", step.reward),
+            rho_thresh=self._hyper("rho_thresh", step.reward),
+            trace=self.trace,
+            mask=step.mask,
+            out=out,
+        )
+
+
+# ------------------------------------------------------------------------------------------- recurrences without values
+
+
+class DiscountedReturn(Estimator):
+    r"""Discounted return (reward-to-go): :func:`.functional.reward2go` on a TensorDict.
+
+    Reads ``("next", reward)`` and the flags, writes ``value_target``. Where a truncated episode or the window goes on,
+    the return continues with the value of the next state if there is a ``value_network``, with the ``bootstrap`` entry
+    if there is one, and with 0 otherwise.
+
+    Keyword Args:
+        gamma (float or Tensor): discount.
+        average_rewards (bool): standardise the rewards first, and write them back.
+        **kwargs: see :class:`Estimator`.
+    """
+
+    writes = ("value_target",)
+
+    def __init__(self, *, gamma: float | Tensor, average_rewards: bool = False, time_dim: int | None = None, **kwargs):
+        super().__init__(**kwargs)
+        self._register(gamma=gamma)
+        self.average_rewards, self.time_dim = average_rewards, time_dim
+
+    @property
+    def in_keys(self):
+        keys = self.tensor_keys
+        found = [_next(key) for key in (keys.reward, keys.done, keys.terminated)]
+        found += [_next(key) for key in getattr(self.value_network, "in_keys", ())]
+        return [*found, *(getattr(keys, name) for name in ("mask", "bootstrap") if name in self._named)]
+
+    def _values(self, tensordict, after, params, target_params, next_value):
+        if next_value is None and self.value_network is not None:
+            next_value = self._next_value(tensordict, target_params, {})
+        if next_value is None:
+            next_value = tensordict.get(self.tensor_keys.bootstrap, None)
+            if next_value is None and "bootstrap" in self._named:
+                raise self._missing(self.tensor_keys.bootstrap, tensordict)
+        return None, None, next_value, tensordict.get("shifted_valid", None)
+
+    def _compute(self, step, tensordict, out):
+        result = F.reward2go(
+            step.reward,
+            step.done,
+            step.gamma,
+            terminated=step.terminated,
+            bootstrap=step.bootstrap,
+            mask=step.mask,
+            time_dim=step.time_dim,
+            out=out,
+        )
+        return (result,)
+
+
+class _ForwardEstimator(Estimator):
+    """A forward recurrence over one entry: reads it and the ends of episodes, writes one entry."""
+
+    reads: str
+    optional: tuple[str, ...] = ()
+
+    def __init__(self, *, time_dim: int | None = None, **kwargs):
+        super().__init__(**kwargs)
+        self.time_dim = time_dim
+
+    @property
+    def in_keys(self):
+        keys = self.tensor_keys
+        return [getattr(keys, self.reads), _next(keys.done), *(getattr(keys, name) for name in sorted(self._named))]
+
+    def _entry(self, name, tensordict, required=False):
+        key = getattr(self.tensor_keys, name)
+        entry = tensordict.get(key, None)
+        if entry is None and (required or name in self._named):
+            raise self._missing(key, tensordict)
+        return entry
+
+    @_self_set_grad_enabled
+    @dispatch
+    def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
+        """Write the result into the tensordict and return it; ``time_dim`` overrides the module's."""
+        x = self._entry(self.reads, tensordict, required=True)
+        key = _next(self.tensor_keys.done)
+        done = tensordict.get(key, None)
+        if done is None:
+            raise self._missing(key, tensordict)
+        (written,) = self.out_keys
+        entry = None if x.requires_grad and torch.is_grad_enabled() else _fitting(tensordict, written, x)
+        result = self._run(
+            x,
+            done,
+            mask=self._entry("mask", tensordict),
+            time_dim=self._get_time_dim(time_dim, tensordict),
+            out=entry,
+            **{name: self._entry(name, tensordict) for name in self.optional},
+        )
+        if entry is None:
+            _write(tensordict, written, result)
+        return tensordict
+
+    def value_estimate(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} estimates no value.")
+
+
+@_keys
+class _TraceKeys(_Keys):
+    """Names of the entries of :class:`EligibilityTrace`.
+
+    Attributes:
+        gradient: gradient of the value, or features, ``[*B, T, D]``.
+        ratio: importance ratio, used where it is found.
+        trace: what is written.
+    """
+
+    gradient: NestedKey = "gradient"
+    ratio: NestedKey = "ratio"
+    trace: NestedKey = "trace"
+
+
+class EligibilityTrace(_ForwardEstimator):
+    """Accumulating eligibility trace: :func:`.functional.eligibility_trace` on a TensorDict.
+
+    Reads ``gradient`` and ``("next", done)``, writes ``trace``.
+
+    Keyword Args:
+        gamma, lmbda (float or Tensor): discount and decay.
+        keys (dict, optional): names of entries; with a ``ratio`` entry it is the off-policy trace.
+        time_dim, differentiable: see :class:`Estimator`.
+    """
+
+    _AcceptedKeys = default_keys = _TraceKeys
+    reads, writes, optional = "gradient", ("trace",), ("ratio",)
+
+    def __init__(self, *, gamma: float | Tensor, lmbda: float | Tensor, **kwargs):
+        super().__init__(**kwargs)
+        self._register(gamma=gamma, lmbda=lmbda)
+
+    def _run(self, x, done, **kwargs):
+        return F.eligibility_trace(self._hyper("gamma", x), self._hyper("lmbda", x), x, done, **kwargs)
+
+
+@_keys
+class _PrefixSumKeys(_Keys):
+    """Names of the entries of :class:`EpisodicPrefixSum`.
+
+    Attributes:
+        x: what is summed. Defaults to the reward.
+        total: what is written.
+    """
+
+    x: NestedKey = ("next", "reward")
+    total: NestedKey = "total"
+
+
+class EpisodicPrefixSum(_ForwardEstimator):
+    """Sum since the episode's first step: :func:`.functional.episodic_prefix_sum` on a TensorDict.
+
+    Reads ``x`` (by default the reward) and ``("next", done)``, writes ``total``.
+
+    Keyword Args:
+        boundary (str): ``"ends_at"`` (``done[t]`` marks an episode's last step) or ``"starts_at"`` (its first).
+        keys (dict, optional): names of entries.
+        time_dim, differentiable: see :class:`Estimator`.
+    """
+
+    _AcceptedKeys = default_keys = _PrefixSumKeys
+    reads, writes = "x", ("total",)
+
+    def __init__(self, *, boundary: str = "ends_at", **kwargs):
+        if boundary not in specs.PREFIX_SUM:
+            raise ValueError(f"boundary must be one of {tuple(specs.PREFIX_SUM)}, got {boundary!r}.")
+        super().__init__(**kwargs)
+        self.boundary = boundary
+
+    def _run(self, x, done, **kwargs):
+        return F.episodic_prefix_sum(x, done, boundary=self.boundary, **kwargs)

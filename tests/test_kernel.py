@@ -1,0 +1,133 @@
+"""The kernel under tile plans that small inputs would not choose: several rows or chunks a program, segments."""
+
+import itertools
+
+import pytest
+import torch
+
+import reference
+import rl_triton_td.functional as F
+from conftest import INTERPRET, agree, rollout
+from rl_triton_td._launch import Tile, force_tile, tile_plan
+
+TILES = [
+    pytest.param(Tile(1, 16, 1), id="one row, chunks in turn"),
+    pytest.param(Tile(4, 16, 1), id="rows together, chunks in turn"),
+    pytest.param(Tile(2, 32, 1, 3), id="segments side by side"),
+    pytest.param(Tile(1, 16, 1, 100), id="a segment for every chunk"),
+    pytest.param(Tile(8, 256, 4), id="all at once"),
+]
+SHAPES = [(1, 1), (3, 7), (5, 64), (2, 130)]
+TALL = [pytest.param(4, 1000, marks=pytest.mark.large), pytest.param(2, 5000, marks=pytest.mark.large)]
+
+
+def run(name, x, time_major, device):
+    lay = (lambda y: y.t().contiguous().to(device)) if time_major else (lambda y: y.to(device))
+    x = {k: lay(v) if v.ndim == 2 else v.to(device) for k, v in x.items()}
+    time_dim = 0 if time_major else 1
+    values = (x["state_value"], x["next_state_value"], x["reward"], x["done"], x["terminated"])
+    results = {
+        "gae": lambda: F.generalized_advantage_estimate(0.99, 0.95, *values, time_dim=time_dim),
+        "gae_two_lambdas": lambda: F.generalized_advantage_estimate(
+            0.99, 0.95, *values, lmbda_critic=0.7, time_dim=time_dim
+        ),
+        "gae_bootstrap": lambda: F.generalized_advantage_estimate(
+            0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], time_dim=time_dim
+        ),
+        "gae_masked": lambda: F.generalized_advantage_estimate(0.99, 0.95, *values, mask=x["mask"], time_dim=time_dim),
+        "vtrace": lambda: F.vtrace_advantage_estimate(0.99, x["log_pi"], x["log_mu"], *values, time_dim=time_dim),
+        "retrace": lambda: F.retrace_lambda_advantage_estimate(
+            0.99, 0.9, x["log_pi"], x["log_mu"], *values, time_dim=time_dim
+        ),
+        "trace": lambda: (
+            F.eligibility_trace(0.99, 0.9, x["reward"], x["done"], initial=x["initial"], time_dim=time_dim),
+        ),
+        "recurrence": lambda: (
+            F.linear_recurrence(
+                x["reward"], x["gammas"].to(x["reward"]), initial=x["initial"], reverse=True, time_dim=time_dim
+            ),
+        ),
+    }[name]()
+    return tuple(r.t() if time_major else r for r in results)
+
+
+def expected(name, x):
+    values = (x["state_value"], x["next_state_value"], x["reward"], x["done"], x["terminated"])
+    return {
+        "gae": lambda: reference.gae(0.99, 0.95, *values),
+        "gae_two_lambdas": lambda: reference.gae(0.99, 0.95, *values, lmbda_critic=0.7),
+        "gae_bootstrap": lambda: reference.gae(0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"]),
+        "gae_masked": lambda: reference.gae(0.99, 0.95, *values, mask=x["mask"]),
+        "vtrace": lambda: reference.vtrace(0.99, x["log_pi"], x["log_mu"], *values),
+        "retrace": lambda: reference.retrace(0.99, 0.9, x["log_pi"], x["log_mu"], *values),
+        "trace": lambda: (reference.eligibility_trace(0.99, 0.9, x["reward"], x["done"], initial=x["initial"]),),
+        "recurrence": lambda: (
+            reference.linear_recurrence(x["reward"], x["gammas"], initial=x["initial"], reverse=True),
+        ),
+    }[name]()
+
+
+NAMES = ["gae", "gae_two_lambdas", "gae_bootstrap", "gae_masked", "vtrace", "retrace", "trace", "recurrence"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("time_major", [False, True], ids=["rows", "time-major"])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("N,T", [*SHAPES, *TALL])
+def test_every_tile_gives_the_same_numbers(name, tile, N, T, time_major, device):
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    if INTERPRET and (N, T) not in ((3, 7), (2, 130)):
+        pytest.skip("two shapes are enough for the interpreter")
+    x = rollout(N, T, seed=1, dtype=torch.float32)
+    with force_tile(tile):
+        actual = run(name, x, time_major, device)
+    for a, e in zip(actual, expected(name, x), strict=True):
+        agree(a, e, 2e-5, 2e-5, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gae", "vtrace"])
+def test_a_long_row_is_spread_over_the_device(name):
+    x = rollout(1, 300_000, seed=2, dtype=torch.float32)
+    for a, e in zip(run(name, x, False, "cuda"), expected(name, x), strict=True):
+        agree(a, e, 2e-5, 2e-5, name)
+
+
+def test_rows_of_many_strided_dimensions(device):
+    """More row dimensions than the kernel indexes, none of which merge."""
+    x = rollout(2 * 3 * 2 * 2, 9, seed=3, dtype=torch.float32)
+    wanted = reference.gae(0.99, 0.95, *(x[k] for k in VALUES))
+
+    def spread(y):
+        wide = y.view(2, 3, 2, 2, 9).repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return wide.to(device)[:, ::2, ::2, ::2]
+
+    actual = F.generalized_advantage_estimate(0.99, 0.95, *(spread(x[k]) for k in VALUES), time_dim=-1)
+    for a, e in zip(actual, wanted, strict=True):
+        agree(a.reshape(24, 9), e, 2e-5, 2e-5, "sliced rows")
+
+
+VALUES = ("state_value", "next_state_value", "reward", "done", "terminated")
+
+
+def test_writing_over_an_input_that_neighbours_read(device):
+    """`out` may lie exactly on an input, although a step reads its successor's value there."""
+    x = {k: v.to(device) for k, v in rollout(3, 40, seed=4, dtype=torch.float32).items()}
+    logs = (x["log_pi"], x["log_mu"])
+    wanted = F.vtrace_advantage_estimate(0.99, *logs, *(x[k] for k in VALUES), time_dim=1)
+    value = x["state_value"].clone()
+    F.vtrace_advantage_estimate(
+        0.99, *logs, value, *(x[k] for k in VALUES[1:]), time_dim=1, out=(torch.empty_like(value), value)
+    )
+    assert torch.equal(value, wanted[1])
+
+
+@pytest.mark.parametrize("time_contiguous", [True, False])
+def test_the_plan_covers_every_shape(time_contiguous):
+    for rows, steps in itertools.product((1, 2, 33, 4096, 10**7), (1, 5, 128, 1000, 16384, 10**6)):
+        tile = tile_plan(rows, steps, time_contiguous)
+        elements = tile.block_n * tile.block_t
+        assert elements & (elements - 1) == 0 and elements <= 4096, (rows, steps, tile)
+        assert tile.num_warps * 32 <= max(32, elements), (rows, steps, tile)
+        assert 1 <= tile.segments <= -(-steps // tile.block_t), (rows, steps, tile)
