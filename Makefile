@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 ENV := OMP_NUM_THREADS=1
 PYTEST := $(ENV) $(BIN)/python -m pytest tests
 
-.PHONY: help test lint demo gpu env format clean
+.PHONY: help test lint demo gpu sanitize env format clean
 help:
 	@echo "make test    lint, then every test that this machine can run"
 	@echo "make demo    PPO on CartPole-v1, a learning curve in out/"
 	@echo "make gpu     the tests that need a CUDA GPU"
+	@echo "make sanitize  every kernel under compute-sanitizer, on a CUDA GPU"
 	@echo "make format  sort imports, fix what ruff can fix, format"
 	@echo "make clean   remove the environment, caches and outputs"
 
@@ -42,6 +43,10 @@ demo: $(STAMP)
 
 gpu: $(STAMP)
 	@$(PYTEST) -m "gpu or gpu_perf"
+
+sanitize: $(STAMP)
+	@PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/every_kernel.py
+	@PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/every_kernel.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -4,6 +4,7 @@ from . import functional
 from .estimators import *  # noqa: F403
 from .estimators import __all__ as _estimators
 from .installation import install, uninstall
+from .transforms import ValueEstimatorTransform
 
 __version__ = "0.1.0"
-__all__ = ["functional", "install", "uninstall", *_estimators]
+__all__ = ["ValueEstimatorTransform", "functional", "install", "uninstall", *_estimators]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from . import _scan
-from ._triton import tl
-from .specs import RECURRENCE, Spec
+from ._triton import tl, triton
+from .specs import Spec
 
 INT32 = 2**31
+HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -29,21 +32,41 @@ class Tile:
     num_stages: int = 1
 
 
-def tile_plan(rows: int, steps: int, time_contiguous: bool, multiprocessors: int = 132) -> Tile:
-    """The tile for ``rows`` sequences of ``steps`` steps, contiguous along time or along rows."""
-    elements = 1024
-    if time_contiguous:
+def tile_plan(
+    rows: int,
+    steps: int,
+    time_contiguous: bool,
+    *,
+    exclusive: bool = False,
+    actions: int = 0,
+    multiprocessors: int = 132,
+) -> Tile:
+    """The tile for ``rows`` sequences of ``steps`` steps, contiguous along time or along rows.
+
+    Args:
+        exclusive: every step's solution and its successor's are held at once.
+        actions: how many values stand for one step.
+    """
+    stages = 3 if not actions else 1
+    if actions:
+        elements = max(16, 4096 // _power_of_2(actions))
         block_t = min(_power_of_2(steps), elements)
-        block_n = min(_power_of_2(rows), elements // block_t)
+        block_n, warps = min(_power_of_2(rows), elements // block_t), 8
+    elif time_contiguous:
+        block_t = min(_power_of_2(steps), 4096 if steps <= 4096 else 1024)
+        block_n = min(_power_of_2(rows), max(1, 1024 // block_t))
+        warps = min(block_n * block_t // 128, 16 if exclusive else 8)
+    elif rows >= 64 * 4 * multiprocessors:
+        block_n, block_t, warps = 64, min(_power_of_2(steps), 4), 1
     else:
-        block_n = min(_power_of_2(rows), 32)
-        block_t = min(_power_of_2(steps), elements // block_n)
+        block_n, block_t = min(_power_of_2(rows), 16), min(_power_of_2(steps), 128)
+        warps = min(block_n * block_t // 256, 4)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
     if chunks > 1 and programs < 2 * multiprocessors:
-        segments = min(chunks, -(-4 * multiprocessors // programs))
+        segments = min(chunks, -(-8 * multiprocessors // programs), 1024)
         segments = -(-chunks // -(-chunks // segments))
-    return Tile(block_n, block_t, max(1, min(8, block_n * block_t // 128)), segments)
+    return Tile(block_n, block_t, max(1, warps), segments, stages if chunks > segments else 1)
 
 
 def _power_of_2(n: int) -> int:
@@ -97,8 +120,10 @@ class _TooManyRowDimensions(Exception):
 class _Launch:
     """Everything about a launch but its pointers: built once for a layout, then called."""
 
-    def __init__(self, spec: Spec, shape, time_dim, sources, outputs, masked, behind, dtype, device, summarise):
+    def __init__(self, spec: Spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise):
         self.spec, self.device, self.summarise = spec, device, summarise
+        wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
+        exclusive = any(o in spec.looks_ahead for o in wanted)
         # a summary's outputs have a layout of their own, [rows, segments], that the kernel knows
         tensors = [x for x in (*sources, *(() if summarise else outputs)) if isinstance(x, Tensor) and x.ndim]
         sizes, merged = _merge_rows(shape, time_dim, [x.stride() for x in tensors])
@@ -109,31 +134,43 @@ class _Launch:
         time_strides = [x.stride(time_dim) for x in tensors]
         # expanded tensors (stride 0) have no say
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
-        self.tile = _forced_tile or tile_plan(self.rows, steps, time_contiguous, _multiprocessors(device))
+        policy = sources[8]
+        actions = 0 if policy is None else policy.shape[-1]
+        self.tile = _forced_tile or tile_plan(
+            self.rows,
+            steps,
+            time_contiguous,
+            exclusive=exclusive,
+            actions=actions,
+            multiprocessors=_multiprocessors(device),
+        )
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps, *(s for m in merged for s in m))
-        layouts = {
-            id(x): (*(r // aligned for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), s)
-            for x, m, s in zip(tensors, merged, time_strides, strict=True)
-        }
-        none = (0, None, None, 0)
-        strides = [layouts.get(id(x), none) for x in (*sources, *(outputs if not summarise else ()))]
+        strides, layouts = {}, {}
+        for x, m, t in zip(tensors, merged, time_strides, strict=True):
+            time_align = math.gcd(16, t) if t else 1
+            layout = (*(r // aligned for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
+            layouts[id(x)] = strides.setdefault((layout, time_align), len(strides)), time_align
+        none = (0, 1)
+        layouts = tuple(layouts.get(id(x), none) for x in (*sources, *(() if summarise else outputs)))
         hypers = sources[-len(spec.hypers) :] if spec.hypers else ()
         scalar = tuple(
             0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2 for h in hypers
         )
-        wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
         wide = steps * max([1, *time_strides]) >= INT32
         self.tail = (
             self.rows,
             steps // aligned,
             chunks,
             *(sizes[1:] + [None] * (2 - len(sizes[1:]))),
+            actions or None,
+            policy.stride(-1) if actions else None,
+            layouts,
             (0,) * len(spec.shifts) if masked else spec.shifts,
-            spec.flags,
+            kinds,
             () if summarise else tuple(x is not None for x in outputs),
             scalar,
             spec.coefficients,
@@ -142,9 +179,12 @@ class _Launch:
             spec.reverse,
             spec.reverse and not time_contiguous,
             spec.transition,
-            any(o in spec.looks_ahead for o in wanted),
+            exclusive,
             behind,
             summarise,
+            # a scan over fewer than 16 does not compile everywhere
+            max(16, _power_of_2(self.segments)) if self.segments > 1 and spec.recurrences and not summarise else 0,
+            _power_of_2(actions) if actions else 0,
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
@@ -152,35 +192,48 @@ class _Launch:
             self.tile.block_n,
             self.tile.block_t,
         )
-        self.strides = tuple(s for layout in strides for s in layout)
-        self.compiled = None  # by the first launch
+        self.strides = tuple(s for layout, _ in strides for s in layout)
+        self.compiled = self._fire = None  # by the first launch
 
-    def __call__(self, sources, outputs, enter):
+    def __call__(self, sources, outputs, before, initial):
         if self.compiled is None or self.device.type != "cuda":
             self.compiled = _scan.scan_kernel[self.grid](
-                sources, self.strides, outputs, enter, *self.tail, num_warps=self.tile.num_warps
+                sources, self.strides, outputs, before, initial, *self.tail, num_warps=self.tile.num_warps
             )
             return
         # what Triton specialises on is in the cache's key, so its own look-up is not needed again
-        self.run(_pointers(sources), _pointers(outputs), None if enter is None else _pointers(enter))
-
-    def run(self, sources, outputs, enter):
-        """Launch what is compiled on pointers as numbers, on the current stream."""
-        kernel = self.compiled
-        kernel.run(
-            *self.grid,
-            torch._C._cuda_getCurrentRawStream(self.device.index),
-            kernel.function,
-            kernel.packed_metadata,
-            None,
-            None,
-            None,
-            sources,
-            self.strides,
-            outputs,
-            enter,
-            *self.tail,
+        self.run(
+            _pointers(sources),
+            _pointers(outputs),
+            None if before is None else _pointers(before),
+            None if initial is None else initial.data_ptr(),
         )
+
+    def run(self, sources, outputs, before, initial):
+        """Launch what is compiled on pointers as numbers, on the current stream."""
+        if self._fire is None:
+            self._fire = _direct_launcher(self.compiled, self.grid)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self._fire(stream, (sources, self.strides, outputs, before, initial, *self.tail))
+
+
+def _direct_launcher(kernel, grid):
+    """``(stream, arguments) -> None`` for a compiled kernel, past Triton's Python where its launcher is one we know."""
+    launcher, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    flags = getattr(launcher, "launch_cooperative_grid", None), getattr(launcher, "launch_pdl", None)
+    needs_scratch = getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1)
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version == (3, 6) and not needs_scratch:
+
+        def fire(stream, args):
+            launcher.launch(*grid, stream, function, *flags, None, None, metadata, None, None, None, *args)
+
+    else:
+
+        def fire(stream, args):
+            launcher(*grid, stream, function, metadata, None, None, None, *args)
+
+    return fire
 
 
 def _pointers(entries):
@@ -190,68 +243,67 @@ def _pointers(entries):
 _launches: dict[tuple, _Launch] = {}
 
 
-def launch(spec: Spec, shape, time_dim: int, sources, outputs, *, initial, masked, behind, dtype, summarise=False):
+def launch(
+    spec: Spec, shape, time_dim: int, sources, outputs, *, initial, masked, behind, dtype, kinds=None, summarise=False
+):
     """Run ``spec``.
 
     Args:
-        sources: ``(done, terminated, next_value, successor, bootstrap, mask, last, *inputs, *hypers)``; tensors of
-            ``shape`` (any strides), numbers for hypers, ``None`` where absent.
+        sources: :data:`HEAD`, the inputs and the hypers; tensors of ``shape`` (any strides; where values of all
+            actions stand for the taken one's, their last dimension is that of actions), numbers for hypers, ``None``
+            where absent.
         outputs: tensors of ``shape`` to be written, ``None`` where not wanted.
         initial: ``x`` beyond the window, one number a row, or ``None`` for 0.
         masked: entries that the spec reads at another step are already those of the valid neighbour.
         behind: the bootstrap holds only behind the last step.
         dtype: of the arithmetic.
+        kinds: of the inputs, as the kernel's ``load`` has them; by default numbers and flags.
         summarise: write what each segment does to what enters it, ``(u, w)`` of ``[rows, segments]``.
     """
     layout = tuple(
-        (x.dtype, x.stride(), x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x is None
+        (x.dtype, x.stride(), x.shape[-1:], x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x is None
         for x in (*sources, *outputs, initial)
     )
     device = next(x for x in outputs if x is not None).device
-    key = (spec, time_dim, shape, layout, masked, behind, dtype, summarise, device, _forced_tile)
+    kinds = spec.flags if kinds is None else kinds
+    key = (spec, time_dim, shape, layout, masked, behind, kinds, dtype, summarise, device, _forced_tile)
     plan = _launches.get(key)
     if plan is None:
         try:
-            plan = _Launch(spec, shape, time_dim, sources, outputs, masked, behind, dtype, device, summarise)
+            plan = _Launch(spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise)
         except _TooManyRowDimensions:
             return _launch_slices(
-                spec, shape, time_dim, sources, outputs, initial=initial, masked=masked, behind=behind, dtype=dtype
-            )
+                spec, shape, time_dim, sources, outputs, initial=initial, masked=masked, behind=behind, dtype=dtype,
+                kinds=kinds,
+            )  # fmt: skip
         if len(_launches) >= 4096:
             _launches.clear()
         _launches[key] = plan
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run(plan, shape, time_dim, sources, outputs, initial, masked, behind, dtype)
-    return _run(plan, shape, time_dim, sources, outputs, initial, masked, behind, dtype)
+            return _run(plan, shape, time_dim, sources, outputs, initial, masked, behind, dtype, kinds)
+    return _run(plan, shape, time_dim, sources, outputs, initial, masked, behind, dtype, kinds)
 
 
-def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behind, dtype):
+def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behind, dtype, kinds):
     if (launches := getattr(_recording, "launches", None)) is not None:
         launches.append((plan, sources, outputs, initial))
     spec = plan.spec
     if plan.segments == 1 or plan.summarise or not spec.recurrences:
-        return plan(sources, outputs, None if initial is None else (initial,))
-    # three launches: what each segment does to what enters it, what enters each, and the answer
+        return plan(sources, outputs, None, initial)
+    # two launches: what each segment does to what enters it, and the answer
     summary = tuple(
         torch.empty((plan.rows, plan.segments), dtype=dtype, device=plan.device) for _ in range(2 * spec.recurrences)
     )
     with force_tile(plan.tile):
         launch(
             spec, shape, time_dim, sources, summary, initial=None, masked=masked, behind=behind, dtype=dtype,
-            summarise=True,
+            kinds=kinds, summarise=True,
         )  # fmt: skip
-    enter = tuple(torch.empty_like(summary[0]) for _ in range(spec.recurrences))
-    with force_tile(Tile(1, _power_of_2(plan.segments), 4)):
-        for k in range(spec.recurrences):
-            launch(
-                RECURRENCE[spec.reverse], summary[0].shape, 1, (None,) * 7 + summary[2 * k : 2 * k + 2],
-                (None, enter[k]), initial=initial, masked=False, behind=False, dtype=dtype,
-            )  # fmt: skip
-    plan(sources, outputs, enter)
+    plan(sources, outputs, summary, initial)
 
 
-def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, behind, dtype):
+def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, behind, dtype, kinds):
     """:func:`launch` for rows of more strided dimensions than the kernel indexes, one slice of the first at a time."""
     dim = next(d for d in range(len(shape)) if d != time_dim and shape[d] > 1)
     rows = math.prod(shape) // shape[time_dim] // shape[dim]
@@ -269,119 +321,151 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
             masked=masked,
             behind=behind,
             dtype=dtype,
+            kinds=kinds,
         )
 
 
 # ------------------------------------------------------------------------------------------------ launches remembered
 
 _recording = threading.local()  # .launches: a list while a call is watched
-_PLAIN = (Tensor, torch.nn.Parameter)
+_TENSOR = object()  # stands for a tensor among the constants of a call
 
 
 def remembered(function):
     """Remember the launch that a call came to, and do only that where arguments are laid out the same again.
 
-    The key holds all that a call depends on but the data: numbers by value; shape, strides, dtype, device and alignment
-    of tensors. A call that did more than one launch on its own arguments and new outputs is never remembered.
+    Remembered is what a call depends on but the data: numbers by value; dtype, device, shape, strides and alignment of
+    tensors. A call that did more than one launch on its own arguments and new outputs is never remembered.
     """
-    calls: dict[tuple, _Replay | None] = {}
+    calls: dict[tuple, list[_Replay]] = {}
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        if torch.compiler.is_compiling() or not torch.cuda.is_initialized() or _forced_tile is not None:
             return function(*args, **kwargs)
-        key, flat, pointers = [tuple(kwargs), torch.is_grad_enabled()], [], []
-        for given in (*args, *kwargs.values()):
-            for x in given if type(given) is tuple else (given,):
-                if type(x) in _PLAIN:
-                    if not x.is_cuda:
-                        return function(*args, **kwargs)
-                    pointer = x.data_ptr()
-                    key += (x.dtype, x.shape, x.stride(), x.device, pointer & 15 == 0, x.requires_grad)
-                    pointers.append(pointer)
-                else:
-                    key.append(x)
-                    pointers.append(None)
-                flat.append(x)
-        key = tuple(key)
+        constants, tensors = [torch.is_grad_enabled()], []
+        for given in args:
+            if isinstance(given, Tensor):
+                tensors.append(given)
+                given = _TENSOR
+            constants.append(given)
+        for name, given in kwargs.items():
+            constants.append(name)
+            if type(given) is tuple:
+                constants += (_TENSOR if isinstance(x, Tensor) else x for x in given)
+                tensors += (x for x in given if isinstance(x, Tensor))
+            elif isinstance(given, Tensor):
+                tensors.append(given)
+                constants.append(_TENSOR)
+            else:
+                constants.append(given)
+        if not tensors or not tensors[-1].is_cuda:
+            return function(*args, **kwargs)
         try:
-            replay = calls.get(key, _UNKNOWN)
-        except TypeError:  # unhashable: no argument that a launch could come of
+            replays = calls.setdefault(tuple(constants), [])
+        except TypeError:  # something unhashable, of which no launch comes
             return function(*args, **kwargs)
-        if replay is None:
-            return function(*args, **kwargs)
-        if replay is not _UNKNOWN:
-            return replay(flat, pointers)
+        for replay in replays:
+            if replay.fits(*tensors):
+                pointers = [x.data_ptr() for x in tensors]
+                return replay(tensors, pointers) if _apart(pointers) else function(*args, **kwargs)
         outer, found = getattr(_recording, "launches", None), []
         _recording.launches = found
         try:
             result = function(*args, **kwargs)
         finally:
             _recording.launches = outer
-        if len(calls) >= 1024:
-            calls.clear()
-        calls[key] = _Replay.of(found, flat, pointers, result)
+        replay = _Replay.of(found, tensors, result)
+        if replay is not None:
+            if len(calls) >= 1024:
+                calls.clear()
+            elif len(replays) >= 64:
+                replays.clear()
+            replays.insert(0, replay)
         return result
 
     return call
 
 
-_UNKNOWN = object()
+def _apart(pointers) -> bool:
+    """Whether tensors lie aligned and nowhere twice, so that a pointer tells which argument it is."""
+    low = 0
+    for pointer in pointers:
+        low |= pointer
+    return not low & 15 and len(set(pointers)) == len(pointers)
+
+
+def _like(output, tensors) -> int | None:
+    """Which of ``tensors`` a new tensor like ``output`` can be made after."""
+    for i, x in enumerate(tensors):
+        if x.shape == output.shape and x.dtype == output.dtype and x.stride() == output.stride():
+            return i
+    return None
 
 
 class _Replay:
     """One launch, with the arguments that its sources come from."""
 
     @classmethod
-    def of(cls, record, flat, pointers, result):
-        given = [p for p in pointers if p]
-        if len(record) != 1 or len(set(given)) != len(given):
+    def of(cls, launches, tensors, result):
+        pointers = [x.data_ptr() for x in tensors]
+        if len(launches) != 1 or not _apart(pointers):
             return None
-        plan, sources, outputs, initial = record[0]
-        if plan.compiled is None or plan.segments > 1 or _forced_tile is not None:
+        plan, sources, outputs, initial = launches[0]
+        if plan.compiled is None or plan.segments > 1:
             return None
         self = cls()
-        self.plan = plan
-        try:
-            # a view of an argument starts where the argument does
-            self.sources = [pointers.index(x.data_ptr()) if isinstance(x, Tensor) else None for x in sources]
-            self.initial = None if initial is None else pointers.index(initial.data_ptr())
-        except ValueError:
-            return None
-        self.constants = [None if isinstance(x, Tensor) else x for x in sources]
-        results = result if isinstance(result, tuple) else (result,)
-        self.single = not isinstance(result, tuple)
-        self.outputs = []
-        for output in outputs:
-            if output is None:
-                self.outputs.append(None)
-                continue
-            place = next((i for i, x in enumerate(flat) if x is output), None)
-            like = (output.shape, output.stride(), output.dtype, output.device)
-            self.outputs.append((place, like))
-        self.returned = [next((i for i, o in enumerate(outputs) if o is x), None) for x in results]
-        return None if None in self.returned else self
-
-    def __call__(self, flat, pointers):
-        plan, outputs = self.plan, []
-        for output in self.outputs:
-            if output is None:
-                outputs.append(None)
-            elif output[0] is None:
-                shape, strides, dtype, device = output[1]
-                outputs.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        self.plan, self.outputs = plan, []
+        constants = [x for x in sources if not isinstance(x, Tensor)]
+        places, numbers = [], iter(range(len(constants)))
+        for x in sources:
+            if not isinstance(x, Tensor):
+                places.append(len(pointers) + next(numbers))
+            elif x.data_ptr() in pointers:  # a view of an argument starts where the argument does
+                places.append(pointers.index(x.data_ptr()))
             else:
-                outputs.append(flat[output[0]])
-        sources = tuple(
-            constant if i is None else pointers[i] for i, constant in zip(self.sources, self.constants, strict=True)
-        )
-        written = tuple(None if x is None else x.data_ptr() for x in outputs)
-        enter = None if self.initial is None else (pointers[self.initial],)
+                return None
+        if initial is not None and initial.data_ptr() not in pointers:
+            return None
+        self.initial = None if initial is None else pointers.index(initial.data_ptr())
+        self.pick, self.constants = operator.itemgetter(*places), constants
+        for output in outputs:
+            place = next((i for i, x in enumerate(tensors) if x is output), None)
+            like = None
+            if output is not None and place is None:
+                like = _like(output, tensors)
+                if like is None:
+                    return None
+            self.outputs.append((place, like))
+        results = result if isinstance(result, tuple) else (result,)
+        returned = [next((i for i, o in enumerate(outputs) if o is x), None) for x in results]
+        if None in returned:
+            return None
+        self.single = returned[0] if not isinstance(result, tuple) else None
+        self.returned = tuple(returned)
+        self.fits = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return self
+
+    def __call__(self, tensors, pointers):
+        plan, outputs, written = self.plan, [], []
+        for place, like in self.outputs:
+            if place is not None:
+                outputs.append(tensors[place])
+                written.append(pointers[place])
+            elif like is None:
+                outputs.append(None)
+                written.append(None)
+            else:
+                output = torch.empty_like(tensors[like], requires_grad=False)
+                outputs.append(output)
+                written.append(output.data_ptr())
+        initial = None if self.initial is None else pointers[self.initial]
+        sources = self.pick(pointers + self.constants)
         if plan.device.index == torch._C._cuda_getDevice():
-            plan.run(sources, written, enter)
+            plan.run(sources, tuple(written), None, initial)
         else:
             with torch.cuda.device(plan.device):
-                plan.run(sources, written, enter)
-        if self.single:
-            return outputs[self.returned[0]]
-        return tuple(outputs[i] for i in self.returned)
+                plan.run(sources, tuple(written), None, initial)
+        if self.single is not None:
+            return outputs[self.single]
+        return tuple([outputs[i] for i in self.returned])

@@ -7,6 +7,7 @@ masks, standardisation and writing in place are shared; a subclass says which fu
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
@@ -170,6 +171,12 @@ class Estimator(ValueEstimatorBase):
         selected = self.__dict__.get("_out_keys_apparent")
         return selected or [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
 
+    @out_keys.setter
+    def out_keys(self, selected: list[NestedKey]) -> None:  # by select_out_keys and reset_out_keys
+        self.__dict__["_out_keys_apparent"] = None
+        if list(selected) != self.out_keys:
+            self.__dict__["_out_keys_apparent"] = list(selected)
+
     # -------------------------------------------------------------------------------------------------------- calling
 
     # TorchRL's decorators: skip-existing and gradient modes, and calls with tensors in place of a tensordict
@@ -197,6 +204,7 @@ class Estimator(ValueEstimatorBase):
                 f"tensordict.batch_size = {tensordict.batch_size}"
             )
         step = self._read(tensordict, params, target_params, time_dim)
+        self._warn_of_seams(tensordict, step.done, step.mask, step.time_dim)
         like = step.reward if step.value is None else step.value
         standardize = getattr(self, "average_gae", False) or getattr(self, "average_adv", False)
         selected = self.out_keys
@@ -238,10 +246,23 @@ class Estimator(ValueEstimatorBase):
             time_dim: overrides the module's.
             params: parameters for the states.
         """
-        step = self._read(tensordict, params, target_params, time_dim, next_value=next_value)
+        step = self._read(tensordict, params, target_params, time_dim, next_value, required=False)
         return self._compute(step, tensordict, None)[-1]
 
     # -------------------------------------------------------------------------------------------------------- reading
+
+    def _warn_of_seams(self, tensordict, done, mask, time_dim) -> None:
+        """In the first batch: workers that a collector put end to end along time run into each other."""
+        if not self.__dict__.get("_looked_for_seams") and not torch.compiler.is_compiling():
+            self.__dict__["_looked_for_seams"] = True
+            if _seams(tensordict, done, mask, time_dim):
+                warnings.warn(
+                    f"{type(self).__name__} read a row in which a trajectory runs into another without an end between "
+                    'them: ("collector", "traj_ids") changes where ("next", "done") is not set. The results leak '
+                    'across. Where a collector with cat_results=0 returns such rows, use cat_results="stack", '
+                    'set_truncated=True, or ValueEstimatorTransform(estimator, at="sample", num_slices=workers).',
+                    stacklevel=2,
+                )
 
     def _missing(self, key: NestedKey, tensordict: TensorDictBase) -> MissingEntryError:
         entries = ", ".join(sorted(str(k) for k in tensordict.keys(True, True))) or "nothing"
@@ -249,7 +270,7 @@ class Estimator(ValueEstimatorBase):
             f"{type(self).__name__} reads {key!r}, which the tensordict lacks. It holds {entries}."
         )
 
-    def _read(self, tensordict, params, target_params, time_dim, next_value=None) -> _Step:
+    def _read(self, tensordict, params, target_params, time_dim, next_value=None, required=True) -> _Step:
         keys, named = self.tensor_keys, self._named
         after = tensordict.get("next", None)
         reward = None if after is None else after.get(keys.reward, None)
@@ -272,8 +293,10 @@ class Estimator(ValueEstimatorBase):
         steps = tensordict.get(keys.steps_to_next_obs, None)
         if steps is not None:
             gamma = gamma ** steps.view_as(reward)
-        value, next_value, bootstrap, valid = self._values(tensordict, after, params, target_params, next_value)
-        like = value if value is not None else next_value if next_value is not None else reward
+        value, next_value, bootstrap, valid = self._values(
+            tensordict, after, params, target_params, next_value, required
+        )
+        like = next(x for x in (next_value, value, reward) if x is not None)
         time_dim = self._get_time_dim(time_dim, tensordict) if tensordict.batch_dims else reward.ndim - 2
 
         def fit(x):
@@ -312,7 +335,7 @@ class Estimator(ValueEstimatorBase):
             )
         return value
 
-    def _values(self, tensordict, after, params, target_params, next_value):
+    def _values(self, tensordict, after, params, target_params, next_value, required):
         """``(value, next_value, bootstrap, valid)`` by the network, else from the tensordict."""
         keys, named = self.tensor_keys, self._named
         if self.value_network is None or next_value is not None:
@@ -325,8 +348,8 @@ class Estimator(ValueEstimatorBase):
                 if next_value is None and bootstrap is None:
                     key = keys.bootstrap if "bootstrap" in named else _next(keys.value)
                     raise self._missing(key, tensordict)
-                if value is None:
-                    raise self._missing(keys.value, tensordict)
+            if value is None and (required or bootstrap is not None):
+                raise self._missing(keys.value, tensordict)
             return value, next_value, bootstrap, tensordict.get("shifted_valid", None)
         if params is not None:
             params = params.detach()
@@ -365,6 +388,22 @@ class Estimator(ValueEstimatorBase):
 
 def _next(key: NestedKey) -> NestedKey:
     return ("next", *key) if isinstance(key, tuple) else ("next", key)
+
+
+def _seams(tensordict: TensorDictBase, done: Tensor, mask: Tensor | None, time_dim: int) -> bool:
+    """Whether a row goes on in another trajectory without an end between; looked at where that is cheap, on the CPU."""
+    ids = tensordict.get(("collector", "traj_ids"), None)
+    if ids is None or ids.device.type != "cpu" or ids.shape != tensordict.batch_size or not ids.numel():
+        return False
+
+    def steps(x, first):
+        x = x.flatten(ids.ndim).any(-1) if x.ndim > ids.ndim else x.bool()
+        return x.narrow(time_dim, first, ids.shape[time_dim] - 1)
+
+    seam = (ids.diff(dim=time_dim) != 0) & ~steps(done, 0)
+    if mask is not None:
+        seam &= steps(mask, 0) & steps(mask, 1)
+    return bool(seam.any())
 
 
 def _lead(x: Tensor, value: Tensor) -> Tensor:
@@ -512,7 +551,7 @@ class _TDEstimator(Estimator):
     def _compute(self, step, tensordict, out):
         names = ("advantage", "value_target")
         hypers = (step.gamma, *(self._hyper(name, step.reward) for name in self.spec.hypers[1:]))
-        if step.value is None:  # a caller that brings next values wants the return alone
+        if step.value is None:  # the return alone
             names, out = ("value_target",), None
         results = F._returns(
             self.spec, names, hypers, step.value, step.next_value, step.reward, step.done, step.terminated,
@@ -524,7 +563,12 @@ class _TDEstimator(Estimator):
         """The return alone, as :meth:`Estimator.value_estimate`; states are not evaluated for it."""
         if next_value is None and self.value_network is not None:
             next_value = self._next_value(tensordict, target_params, kwargs)
-        return super().value_estimate(tensordict, target_params, next_value, time_dim)
+        step = self._read(tensordict, None, None, time_dim, next_value, required=False)
+        if step.next_value is not None:
+            step = replace(step, value=None)
+        if not self.spec.recurrences and "mask" not in self._named:
+            step = replace(step, mask=None)  # no step leans on its neighbours; padding is the loss's to leave out
+        return self._compute(step, tensordict, None)[-1]
 
 
 class TD0Estimator(_TDEstimator, torchrl_value.TD0Estimator):
@@ -537,6 +581,11 @@ class TD0Estimator(_TDEstimator, torchrl_value.TD0Estimator):
     """
 
     spec = specs.TD0
+
+    def _compute(self, step, tensordict, out):
+        if step.next_value is not None and step.terminated is not None:
+            step = replace(step, done=None)  # where an episode is cut plays no part in one step
+        return super()._compute(step, tensordict, out)
 
 
 class TD1Estimator(_TDEstimator, torchrl_value.TD1Estimator):
@@ -712,7 +761,7 @@ class RetraceEstimator(Estimator):
             found = [keys.value, *after, _next(keys.state_value), *log_pi, *log_mu]
         return [*found, keys.mask] if "mask" in self._named else found
 
-    def _values(self, tensordict, after, params, target_params, next_value):
+    def _values(self, tensordict, after, params, target_params, next_value, required):
         keys = self.tensor_keys
         valid = tensordict.get("shifted_valid", None)
         if self.value_network is None:
@@ -817,7 +866,7 @@ class DiscountedReturn(Estimator):
         found += [_next(key) for key in getattr(self.value_network, "in_keys", ())]
         return [*found, *(getattr(keys, name) for name in ("mask", "bootstrap") if name in self._named)]
 
-    def _values(self, tensordict, after, params, target_params, next_value):
+    def _values(self, tensordict, after, params, target_params, next_value, required):
         if next_value is None and self.value_network is not None:
             next_value = self._next_value(tensordict, target_params, {})
         if next_value is None:
@@ -871,13 +920,15 @@ class _ForwardEstimator(Estimator):
         done = tensordict.get(key, None)
         if done is None:
             raise self._missing(key, tensordict)
+        mask, time_dim = self._entry("mask", tensordict), self._get_time_dim(time_dim, tensordict)
+        self._warn_of_seams(tensordict, done, mask, time_dim)
         (written,) = self.out_keys
         entry = None if x.requires_grad and torch.is_grad_enabled() else _fitting(tensordict, written, x)
         result = self._run(
             x,
             done,
-            mask=self._entry("mask", tensordict),
-            time_dim=self._get_time_dim(time_dim, tensordict),
+            mask=mask,
+            time_dim=time_dim,
             out=entry,
             **{name: self._entry(name, tensordict) for name in self.optional},
         )

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from . import specs
 from ._launch import remembered
-from .ops import evaluate
+from .ops import Choice, evaluate
 
 __all__ = [
     "ShapeError",
@@ -840,12 +840,7 @@ def _retrace(
     return evaluate(
         specs.RETRACE,
         (reward, like, like, log_pi, log_mu, trace_log_pi, trace_log_mu),
-        (
-            _number("gamma", gamma, like),
-            _number("lmbda", lmbda, like),
-            _number("rho_thresh", rho_thresh, like),
-            _number("c_thresh", c_thresh, like) if trace == "retrace" else math.inf,
-        ),
+        _retrace_numbers(gamma, lmbda, rho_thresh, c_thresh, trace, like),
         outputs,
         time,
         like=like,
@@ -853,6 +848,16 @@ def _retrace(
     )
 
 
+def _retrace_numbers(gamma, lmbda, rho_thresh, c_thresh, trace, like):
+    return (
+        _number("gamma", gamma, like),
+        _number("lmbda", lmbda, like),
+        _number("rho_thresh", rho_thresh, like),
+        _number("c_thresh", c_thresh, like) if trace == "retrace" else math.inf,
+    )
+
+
+@remembered
 def retrace_from_action_values(
     gamma: float | Tensor,
     lmbda: float | Tensor,
@@ -871,6 +876,7 @@ def retrace_from_action_values(
     trace: str = "retrace",
     mask: Tensor | None = None,
     time_dim: int = -2,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Retrace(:math:`\lambda`) from values and probabilities of all ``A`` discrete actions.
 
@@ -884,11 +890,13 @@ def retrace_from_action_values(
         log_mu: log-probability of the taken action under the behaviour policy, likewise; ``None`` with a trace that
             needs none.
         reward, done, terminated: ``[*B, T, 1]``.
-        gamma, lmbda, c_thresh, rho_thresh, trace, mask, time_dim: as in :func:`retrace_lambda_advantage_estimate`.
+        gamma, lmbda, c_thresh, rho_thresh, trace, mask, time_dim, out: as in :func:`retrace_lambda_advantage_estimate`.
 
     Returns:
         ``(advantage, value_target)``, each ``[*B, T, 1]``.
     """
+    if trace not in TRACES:
+        raise ValueError(f"trace must be one of {TRACES}, got {trace!r}.")
     _check("action_values", action_values, pi=pi, next_pi=next_pi, next_action_values=next_action_values)
     if reward.shape != (*action_values.shape[:-1], 1):
         raise ShapeError(
@@ -897,23 +905,31 @@ def retrace_from_action_values(
         )
     if action.is_floating_point() or action.dtype == torch.bool:
         raise TypeError(f"action must hold indices (an integer dtype), got {action.dtype}.")
-    action = _expand("action", action, reward, _time(time_dim, reward))
-    index = action.long()
-    return retrace_lambda_advantage_estimate(
-        gamma,
-        lmbda,
-        pi.gather(-1, index).log(),
-        log_mu,
-        action_values.gather(-1, index),
-        (next_pi * next_action_values).sum(-1, keepdim=True),
-        reward,
-        done,
-        terminated,
-        time_dim,
-        c_thresh=c_thresh,
-        rho_thresh=rho_thresh,
-        trace=trace,
-        mask=mask,
+    time = _time(time_dim, reward)
+    action = _expand("action", action, reward, time)
+    _check("reward", reward, terminated=terminated, done=done)
+    log_mu = _expand("log_mu", log_mu, reward, time)
+    _check("reward", reward, log_mu=log_mu)
+    if log_mu is None and trace in ("retrace", "importance_sampling"):
+        raise ValueError(f"log_mu is None, and the trace {trace!r} is made of it.")
+    weighted = None if log_mu is None else pi
+    return evaluate(
+        specs.RETRACE,
+        (
+            reward,
+            action_values,
+            action_values,
+            weighted,
+            log_mu,
+            None if trace == "q_lambda" else pi,
+            None if trace in ("q_lambda", "tree_backup") else log_mu,
+        ),
+        _retrace_numbers(gamma, lmbda, rho_thresh, c_thresh, trace, reward),
+        _outputs(out, specs.RETRACE.outputs, reward),
+        time,
+        like=reward,
+        choice=Choice(action, next_pi, (0, 2, 2, 3, 0, 3, 0)),
+        **_transition(None, next_action_values, done, terminated, None, mask, reward, time),
     )
 
 

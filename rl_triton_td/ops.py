@@ -8,15 +8,49 @@ which is its own adjoint run the other way.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._launch import launch
+from ._launch import HEAD, launch
 from ._triton import runs_kernels
 from .specs import NEIGHBOUR, RECURRENCE, Spec
 
 COMPUTE = {torch.float64: torch.float64}  # everything else is computed in float32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice among discrete actions, ``[*B, T, A]`` where the other entries are ``[*B, T, 1]``.
+
+    Args:
+        action: index of the taken action, ``[*B, T, 1]``.
+        next_policy: probabilities at the next state; ``next_value`` holds the values of all actions there.
+        kinds: of each input: 0 a number, 2 the number of the taken action, 3 its logarithm.
+    """
+
+    action: Tensor
+    next_policy: Tensor
+    kinds: tuple[int, ...]
+
+    def uniform(self, inputs, next_value) -> bool:
+        """Whether all lie alike along actions, as the kernel wants it."""
+        chosen = [x for x, kind in zip(inputs, self.kinds, strict=True) if kind and x is not None]
+        return all(x.stride(-1) == self.next_policy.stride(-1) for x in (*chosen, next_value))
+
+    def made(self, inputs, next_value):
+        """``(inputs, next_value)`` of the taken action and in expectation."""
+        index = self.action.long()
+
+        def pick(x, kind):
+            if x is None or not kind:
+                return x
+            taken = x.gather(-1, index)
+            return taken.log() if kind == 3 else taken
+
+        picked = tuple(pick(x, kind) for x, kind in zip(inputs, self.kinds, strict=True))
+        return picked, (self.next_policy * next_value).sum(-1, keepdim=True)
 
 
 def evaluate(
@@ -34,6 +68,7 @@ def evaluate(
     behind: bool = False,
     mask: Tensor | None = None,
     initial: Tensor | None = None,
+    choice: Choice | None = None,
     like: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Outputs of ``spec``.
@@ -48,21 +83,25 @@ def evaluate(
             at truncated steps and behind the window (``behind``: there alone).
         mask: steps that are transitions; the others are stepped over.
         initial: ``x`` beyond the window, of ``shape`` without time.
+        choice: inputs and ``next_value`` that hold a number for every action, and which was taken.
         like: has the shape, dtype, device and, for new outputs, the strides of the outputs.
     """
     if not like.numel():
         return tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
     compute = COMPUTE.get(like.dtype, torch.float32)
-    tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial)
+    tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
     differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    fused = not differentiable and not torch.compiler.is_compiling() and runs_kernels(like.device)
+    if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
+        inputs, next_value, choice = *choice.made(inputs, next_value), None
     last = None
     if mask is not None:
         inputs, hypers, successor, last = _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
-    fused = not differentiable and not torch.compiler.is_compiling() and runs_kernels(like.device)
     if fused:
         return _fused(
             spec,
             (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
+            + ((None, None) if choice is None else (choice.action, choice.next_policy))
             + inputs
             + _kernel_hypers(hypers, compute, like.device),
             out,
@@ -72,6 +111,7 @@ def evaluate(
             behind=behind,
             compute=compute,
             like=like,
+            kinds=None if choice is None else choice.kinds,
         )
     results = _composite(
         spec, inputs, hypers, out, time_dim, done, terminated, next_value, successor, bootstrap, behind, mask, last,
@@ -106,7 +146,7 @@ def _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
     return inputs, hypers, successor, (followed == 0) & mask.bool()
 
 
-def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, like):
+def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, like, kinds):
     outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
     written = _private(outputs, sources) if (spec.looks_ahead or sources[3] is not None) else outputs
     launch(
@@ -119,6 +159,7 @@ def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, li
         masked=masked,
         behind=behind,
         dtype=compute,
+        kinds=kinds,
     )
     for output, fresh in zip(outputs, written, strict=True):
         if output is not fresh:
@@ -283,7 +324,7 @@ def _solve(u, w, initial, reverse):
         RECURRENCE[reverse],
         u.shape,
         0,
-        (None,) * 7 + (u, w),
+        (None,) * len(HEAD) + (u, w),
         (x, None),
         initial=None if initial is None else initial.reshape(-1),
         masked=False,

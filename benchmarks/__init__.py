@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks run --suite quick``, then ``table`` and ``plot`` on the JSON it wrote."""

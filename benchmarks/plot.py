@@ -1,0 +1,100 @@
+"""Plots of what was measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from .report import TORCHRL, cases, figure, ratio  # noqa: E402
+
+
+def plots(rows: list[dict], out: Path) -> list[Path]:
+    """``speedup.png``, ``ceiling.png`` and ``calls.png`` in ``out``; one that has no figures is left out."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = cases(rows)
+    return [path for path in (speedup(found, out), ceiling(found, out), calls(found, out)) if path]
+
+
+def _save(figure_, axes, path, **labels):
+    axes.set(**labels)
+    axes.grid(alpha=0.3, which="both")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="x-small", frameon=False)
+    figure_.tight_layout()
+    figure_.savefig(path, dpi=150)
+    plt.close(figure_)
+    return path
+
+
+def speedup(found, out):
+    """How many times TorchRL's faster path takes our module's (else our function's) time: bars an estimator."""
+    bars = defaultdict(dict)
+    for (device, estimator, N, T, layout, dtype), case in found.items():
+        times = ratio(case, TORCHRL, "module", "call_us") or ratio(case, TORCHRL, "ours", "call_us")
+        if times and layout == "rows" and dtype == "float32":
+            bars[estimator][f"{N}×{T}" + ("" if device == "cuda" else f" ({device})")] = times
+    if not bars:
+        return None
+    shapes = list(dict.fromkeys(shape for by_shape in bars.values() for shape in by_shape))
+    figure_, axes = plt.subplots(figsize=(max(6, 0.25 * len(bars) * len(shapes)), 4))
+    width = 0.8 / len(shapes)
+    for k, shape in enumerate(shapes):
+        at = [i + (k - (len(shapes) - 1) / 2) * width for i in range(len(bars))]
+        axes.bar(at, [by_shape.get(shape, 0) for by_shape in bars.values()], width, label=shape)
+    axes.set_xticks(range(len(bars)), bars, rotation=20, ha="right")
+    axes.set_yscale("log")
+    return _save(figure_, axes, out / "speedup.png", ylabel="TorchRL's faster path ÷ ours, full call")
+
+
+def _lines(found, value):
+    lines = defaultdict(list)
+    for key, case in found.items():
+        point = value(key, case)
+        if point:
+            lines[point[0]].append(point[1:])
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def ceiling(found, out):
+    """Copy kernel ÷ ours, device time, against the bytes that are moved."""
+
+    def value(key, case):
+        row = case.get("ours")
+        if row and row.get("device_us") and row.get("copy_us"):
+            return key[1], row["bytes"], row["copy_us"] / row["device_us"]
+        return None
+
+    lines = _lines(found, value)
+    if not lines:
+        return None
+    figure_, axes = plt.subplots(figsize=(7, 4.5))
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), ".", label=name)
+    axes.axhline(1, color="k", lw=0.8)
+    axes.set_xscale("log")
+    return _save(figure_, axes, out / "ceiling.png", xlabel="bytes moved", ylabel="fraction of the copy's speed")
+
+
+def calls(found, out):
+    """Full call against the number of steps, GAE's rows and every contender."""
+
+    def value(key, case, name):
+        us = figure(case, name, "call_us")
+        return (name, key[2] * key[3], us) if us and key[1] in ("gae", "gae_bootstrap") else None
+
+    names = dict.fromkeys(name for case in found.values() for name in case)
+    figure_, axes = plt.subplots(figsize=(7, 4.5))
+    for name in names:
+        for label, points in _lines(found, lambda key, case: value(key, case, name)).items():  # noqa: B023
+            axes.plot(*zip(*points, strict=True), ".-", label=label)
+    if not axes.lines:
+        plt.close(figure_)
+        return None
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    return _save(figure_, axes, out / "calls.png", xlabel="steps (N × T)", ylabel="GAE, full call, µs")

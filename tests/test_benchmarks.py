@@ -1,0 +1,111 @@
+"""The benchmarks run, verify and report, on tiny CPU shapes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
+
+from benchmarks import __main__ as cli  # noqa: E402
+from benchmarks import measure, registry, report  # noqa: E402
+from benchmarks.suites import SUITES, Shape  # noqa: E402
+
+EAGER = ("ours", "ours_out", "module", "module_out", "torchrl_serial", "torchrl_vec")
+
+
+@pytest.mark.parametrize("layout", ["rows", "time", "sliced"])
+@pytest.mark.parametrize("name", registry.ROWS)
+def test_contenders_agree_with_the_reference(name, layout):
+    case = measure.Case(registry.ROWS[name], Shape(3, 17, layout), "cpu")
+    answered = 0
+    for contender in EAGER:
+        try:
+            call, fresh = registry.CONTENDERS[contender](case.row, case.d)
+        except registry.Unavailable:
+            continue
+        assert case.check(call(fresh()), contender) < 1e-4
+        answered += 1
+    if case.row.scan is not None:
+        assert case.check(case.row.scan(registry.flat(case.d), registry.doubling), "doubling") < 1e-4
+    assert answered >= 1
+
+
+def test_a_wrong_output_is_not_timed(monkeypatch):
+    case = measure.Case(registry.ROWS["gae"], Shape(2, 5), "cpu")
+    monkeypatch.setitem(registry.CONTENDERS, "wrong", lambda row, d: (lambda _: (like + 1, like), lambda: None))
+    like = registry.like(case.d)
+    figures = case.measure("wrong", True, 10)
+    assert figures["note"].startswith("not timed") and figures["call_us"] is None
+
+
+def test_bytes_are_those_of_the_declaration():
+    row = registry.ROWS["gae"]
+    assert registry.bytes_moved(row, registry.entries(row, 3, 5)) == 3 * 5 * 22
+    assert registry.bytes_moved(row, registry.entries(row, 3, 5, dtype=torch.bfloat16)) == 3 * 5 * 12
+
+
+def test_suites_name_what_exists():
+    for suite in SUITES.values():
+        assert set(suite.estimators) <= set(registry.ROWS) and set(suite.contenders) <= set(registry.CONTENDERS)
+    assert len(SUITES["paper"].shapes) == 12 and len(SUITES["peers"].shapes) == 16
+    assert len(SUITES["parallel"].shapes) == len(SUITES["classic"].shapes) == 20
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SUITES, "quick", SUITES["quick"].__class__((Shape(2, 8), Shape(2, 130))))
+    out, readme = tmp_path / "run.json", tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    chosen = ["--estimators", "gae", "prefix_sum", "--contenders", "ours", "module", "torchrl_vec"]
+    cli.main(["run", "--device", "cpu", "--quick", "--out", str(out), *chosen])
+    result = json.loads(out.read_text())
+    assert result["complete"] and len(result["rows"]) == 12
+    assert result["environment"]["torch"] and result["environment"]["commit"] != ""
+    timed = [row for row in result["rows"] if row["call_us"]]
+    assert len(timed) == 10 and all(row["back_to_back_us"] > 0 and row["error"] < 1e-4 for row in timed)
+
+    capsys.readouterr()
+    cli.main(["table", str(out), "--update", str(readme)])
+    text = capsys.readouterr().out
+    assert text.startswith("| estimator |") and "| gae (cpu) |" in text
+    lines = readme.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines and text.splitlines()[0] in lines
+    cli.main(["table", str(out), "--detail"])
+    assert "2×130" in capsys.readouterr().out
+
+    cli.main(["plot", str(out), "--out", str(tmp_path / "plots")])
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"speedup.png", "calls.png"}
+
+
+def test_budget_stops_cleanly(tmp_path):
+    out = tmp_path / "run.json"
+    cli.main(["run", "--device", "cpu", "--budget", "0", "--out", str(out)])
+    assert json.loads(out.read_text())["rows"] == []
+
+
+def test_figures_of_a_gpu_are_drawn_and_tabled(tmp_path):
+    from benchmarks.plot import plots
+
+    row = {"suite": "large", "estimator": "gae_bootstrap", "N": 4096, "T": 128, "layout": "rows", "dtype": "float32",
+           "device": "cuda", "bytes": 2e8, "copy_us": 50.0, "contender": "ours", "device_us": 55.0, "call_us": 60.0,
+           "back_to_back_us": 56.0, "peak_extra_bytes": 0, "error": 0.0, "note": None}  # fmt: skip
+    rows = [row, {**row, "contender": "rl_triton", "device_us": 110.0}]
+    assert "| 1.1 |" in report.summary(rows) and "| 2 |" in report.summary(rows)
+    peers = {"rl_triton_0_1_3": [{"algo": "gae", "B": 4096, "T": 128, "device_us": 165.0}]}
+    assert "| 3 |" in report.summary(rows[:1], peers)
+    assert [path.name for path in plots(rows, tmp_path)] == ["ceiling.png", "calls.png"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [Shape(64, 256), Shape(65536, 64), Shape(256, 128, "time")], ids=str)
+def test_figures_on_a_gpu(shape):
+    case = measure.Case(registry.ROWS["gae"], shape, "cuda")
+    for name in ("ours", "ours_out", "module", "module_out"):
+        figures = case.measure(name, True, 60)
+        assert figures["note"] is None and figures["peak_extra_bytes"] == 0
+        assert 0 < figures["device_us"] < figures["call_us"]
+    assert case.measure("torchrl_vec", True, 60)["device_us"] is None  # it synchronises
+    again = case.measure("ours", True, 60)  # which does not spoil what follows
+    assert again["device_us"] > 0 and measure.copy_us(case.bytes, case.device) > 0
