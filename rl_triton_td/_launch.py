@@ -18,6 +18,7 @@ from .specs import Spec
 
 INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
+SHARED_MEMORY = 128 * 1024  # bytes of tiles under way that a pipelined loop may keep there
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -56,15 +57,18 @@ def tile_plan(
         block_t = min(_power_of_2(steps), 4096 if steps <= 4096 else 1024)
         block_n = min(_power_of_2(rows), max(1, 1024 // block_t))
         warps = min(block_n * block_t // 128, 16 if exclusive else 8)
-    elif rows >= 64 * 4 * multiprocessors:
-        block_n, block_t, warps = 64, min(_power_of_2(steps), 4), 1
-    else:
-        block_n, block_t = min(_power_of_2(rows), 16), min(_power_of_2(steps), 128)
-        warps = min(block_n * block_t // 256, 4)
+    else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
+        block_n, block_t, warps, stages = next(
+            choice
+            for choice in ((64, 2, 1, 4), (32, 8, 1, 4), (16, 16, 1, 3), (8, 16, 1, 3), (8, 128, 4, 1))
+            if rows >= 3 * multiprocessors * choice[0] or choice[2] == 4
+        )
+        block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
     if chunks > 1 and programs < 2 * multiprocessors:
-        segments = min(chunks, -(-8 * multiprocessors // programs), 1024)
+        # every program folds the summaries of all the others: no more than lie well in its registers
+        segments = min(chunks, -(-8 * multiprocessors // programs), 1024, max(1, 256 * warps // block_n))
         segments = -(-chunks // -(-chunks // segments))
     return Tile(block_n, block_t, max(1, warps), segments, stages if chunks > segments else 1)
 
@@ -144,6 +148,8 @@ class _Launch:
             actions=actions,
             multiprocessors=_multiprocessors(device),
         )
+        held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in tensors)
+        stages = self.tile.num_stages if held * self.tile.num_stages <= SHARED_MEMORY else 1
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
@@ -188,7 +194,7 @@ class _Launch:
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
-            self.tile.num_stages,
+            stages,
             self.tile.block_n,
             self.tile.block_t,
         )

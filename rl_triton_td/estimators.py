@@ -7,23 +7,19 @@ masks, standardisation and writing in place are shared; a subclass says which fu
 
 from __future__ import annotations
 
+import functools
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import CompositeDistribution, dispatch, set_composite_lp_aggregate
+from tensordict.nn import CompositeDistribution, dispatch, set_composite_lp_aggregate, set_skip_existing
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 from torchrl.objectives.utils import _maybe_get_or_select, hold_out_net
-from torchrl.objectives.value.advantages import (
-    ValueEstimatorBase,
-    _call_actor_net,
-    _self_set_grad_enabled,
-    _self_set_skip_existing,
-)
+from torchrl.objectives.value.advantages import ValueEstimatorBase, _call_actor_net
 
 from . import functional as F
 from . import specs
@@ -87,6 +83,29 @@ class _Step:
     mask: Tensor | None
     gamma: Tensor
     time_dim: int
+    fresh: dict[NestedKey, Tensor]  # made on the way, to be written with the results
+
+
+def _called(forward):
+    """TorchRL's ways into an estimator: its skip-existing and gradient modes, and tensors in place of a tensordict."""
+
+    @functools.wraps(forward)
+    def from_tensors(self, tensordict, *args, **kwargs):
+        # entries that share all dimensions end in that of features, as everywhere in TorchRL
+        if tensordict.batch_dims > 1 and all(x.shape == tensordict.shape for x in tensordict.values(True, True)):
+            tensordict.auto_batch_size_(batch_dims=tensordict.batch_dims - 1)
+        return forward(self, tensordict, *args, **kwargs)
+
+    dispatched = dispatch(from_tensors)
+
+    @functools.wraps(forward)
+    def call(self, *args, **kwargs):
+        inner = forward if args and isinstance(args[0], TensorDictBase) else dispatched
+        skip = nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing)
+        with torch.set_grad_enabled(self.differentiable), skip:
+            return inner(self, *args, **kwargs)
+
+    return call
 
 
 class Estimator(ValueEstimatorBase):
@@ -144,6 +163,7 @@ class Estimator(ValueEstimatorBase):
         ``mask``, ``bootstrap`` and ``truncated`` are used where they are found; once named here, they must be there.
         """
         super().set_keys(**kwargs)
+        self.__dict__["_written"] = None
         self.__dict__["_named"] = self._named | ({"mask", "bootstrap", "truncated", "ratio"} & set(kwargs))
 
     @property
@@ -168,8 +188,11 @@ class Estimator(ValueEstimatorBase):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        selected = self.__dict__.get("_out_keys_apparent")
-        return selected or [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
+        selected = self.__dict__.get("_out_keys_apparent") or self.__dict__.get("_written")
+        if selected is None:
+            selected = [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
+            self.__dict__["_written"] = selected
+        return list(selected)
 
     @out_keys.setter
     def out_keys(self, selected: list[NestedKey]) -> None:  # by select_out_keys and reset_out_keys
@@ -179,10 +202,7 @@ class Estimator(ValueEstimatorBase):
 
     # -------------------------------------------------------------------------------------------------------- calling
 
-    # TorchRL's decorators: skip-existing and gradient modes, and calls with tensors in place of a tensordict
-    @_self_set_skip_existing
-    @_self_set_grad_enabled
-    @dispatch
+    @_called
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -208,16 +228,16 @@ class Estimator(ValueEstimatorBase):
         like = step.reward if step.value is None else step.value
         standardize = getattr(self, "average_gae", False) or getattr(self, "average_adv", False)
         selected = self.out_keys
-        existing = tuple(_fitting(tensordict, key, like) for key in selected)
-        if (
-            len(selected) == len(self.writes)
-            and not standardize
-            and all(entry is not None for entry in existing)
-            and not _tracked(step)
-        ):
-            self._compute(step, tensordict, existing)
+        existing = None
+        if len(selected) == len(self.writes) and not standardize and not _tracked(step):
+            found = tuple(_fitting(tensordict, key, like) for key in selected)
+            existing = found if all(entry is not None for entry in found) else None
+        results = self._compute(step, tensordict, existing)
+        for key, made in step.fresh.items():
+            _write(tensordict, key, made)
+        if existing is not None:
             return tensordict
-        for name, result in zip(self.writes, self._compute(step, tensordict, None), strict=True):
+        for name, result in zip(self.writes, results, strict=True):
             key = unravel_key(getattr(self.tensor_keys, name))
             if key not in selected:
                 continue
@@ -247,7 +267,13 @@ class Estimator(ValueEstimatorBase):
             params: parameters for the states.
         """
         step = self._read(tensordict, params, target_params, time_dim, next_value, required=False)
-        return self._compute(step, tensordict, None)[-1]
+        return self._deliver_target(step, tensordict)
+
+    def _deliver_target(self, step: _Step, tensordict: TensorDictBase) -> Tensor:
+        target = self._compute(step, tensordict, None)[-1]
+        for key, made in step.fresh.items():
+            _write(tensordict, key, made)
+        return target
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -272,13 +298,13 @@ class Estimator(ValueEstimatorBase):
 
     def _read(self, tensordict, params, target_params, time_dim, next_value=None, required=True) -> _Step:
         keys, named = self.tensor_keys, self._named
-        after = tensordict.get("next", None)
-        reward = None if after is None else after.get(keys.reward, None)
+        after = _entry(tensordict, "next")
+        reward = None if after is None else _entry(after, keys.reward)
         if reward is None:
             raise self._missing(_next(keys.reward), tensordict)
-        done, terminated = after.get(keys.done, None), after.get(keys.terminated, None)
+        done, terminated = _entry(after, keys.done), _entry(after, keys.terminated)
         if done is None or "truncated" in named:
-            truncated = after.get(keys.truncated, None)
+            truncated = _entry(after, keys.truncated)
             if truncated is None and "truncated" in named:
                 raise self._missing(_next(keys.truncated), tensordict)
             if done is None and terminated is None:
@@ -286,71 +312,68 @@ class Estimator(ValueEstimatorBase):
             terminated = done if terminated is None else terminated
             done = terminated if done is None else done
             done = done if truncated is None else done.bool() | truncated.bool()
-        mask = tensordict.get(keys.mask, None)
+        mask = _entry(tensordict, keys.mask)
         if mask is None and "mask" in named:
             raise self._missing(keys.mask, tensordict)
         gamma = self._hyper("gamma", reward)
-        steps = tensordict.get(keys.steps_to_next_obs, None)
+        steps = _entry(tensordict, keys.steps_to_next_obs)
         if steps is not None:
             gamma = gamma ** steps.view_as(reward)
+        fresh = {}
         value, next_value, bootstrap, valid = self._values(
-            tensordict, after, params, target_params, next_value, required
+            tensordict, after, params, target_params, next_value, required, fresh
         )
-        like = next(x for x in (next_value, value, reward) if x is not None)
-        time_dim = self._get_time_dim(time_dim, tensordict) if tensordict.batch_dims else reward.ndim - 2
-
-        def fit(x):
-            return self._for_each_agent(x, like, tensordict.batch_dims)
-
+        if getattr(self, "average_rewards", False):
+            reward = F.standardize(reward, groups=self._group_ids(tensordict), eps=self.reward_eps)
+            fresh[_next(keys.reward)] = reward
+        like = next_value if next_value is not None else value if value is not None else reward
+        dims = tensordict.batch_dims
+        time_dim = self._get_time_dim(time_dim, tensordict) if dims else reward.ndim - 2
         if valid is not None:
             mask = _lead(valid, like) if mask is None else _lead(mask, like).bool() & _lead(valid, like)
-        step = _Step(
+        return _Step(
             value,
             next_value,
             bootstrap,
-            fit(reward),
-            fit(done),
-            fit(terminated),
+            self._for_each_agent(reward, like, dims),
+            self._for_each_agent(done, like, dims),
+            self._for_each_agent(terminated, like, dims),
             None if mask is None else _lead(mask, like),
-            fit(gamma) if gamma.ndim else gamma,
+            self._for_each_agent(gamma, like, dims) if gamma.ndim else gamma,
             time_dim,
+            fresh,
         )
-        if getattr(self, "average_rewards", False):
-            standard = F.standardize(reward, groups=self._group_ids(tensordict), eps=self.reward_eps)
-            _write(tensordict, _next(keys.reward), standard)
-            step = replace(step, reward=fit(standard))
-        return step
 
     def _hyper(self, name: str, like: Tensor) -> Tensor:
         """A discount or threshold on the device of ``like``; none of this waits for the device."""
-        value = getattr(self, name)
+        value = self._buffers[name]
         if value.device != like.device:
             value = value.to(like.device)
             setattr(self, name, value)
-        exact = self._exact.get(name)
-        if like.dtype == torch.float64 and value.dtype == torch.float32 and exact is not None:
+        if like.dtype == torch.float64 and value.dtype == torch.float32 and name in self._exact:
+            exact = self._exact[name]
             unchanged = value == torch.full((), exact, device=value.device)
             return torch.where(
                 unchanged, torch.full((), exact, dtype=torch.float64, device=value.device), value.double()
             )
         return value
 
-    def _values(self, tensordict, after, params, target_params, next_value, required):
+    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
         """``(value, next_value, bootstrap, valid)`` by the network, else from the tensordict."""
         keys, named = self.tensor_keys, self._named
         if self.value_network is None or next_value is not None:
-            value, bootstrap = tensordict.get(keys.value, None), None
+            value, bootstrap = _entry(tensordict, keys.value), None
             if next_value is None:
                 if "bootstrap" not in named:
-                    next_value = after.get(keys.value, None)
+                    next_value = _entry(after, keys.value)
                 if next_value is None:
-                    bootstrap = tensordict.get(keys.bootstrap, None)
+                    bootstrap = _entry(tensordict, keys.bootstrap)
                 if next_value is None and bootstrap is None:
                     key = keys.bootstrap if "bootstrap" in named else _next(keys.value)
                     raise self._missing(key, tensordict)
             if value is None and (required or bootstrap is not None):
                 raise self._missing(keys.value, tensordict)
-            return value, next_value, bootstrap, tensordict.get("shifted_valid", None)
+            return value, next_value, bootstrap, _entry(tensordict, "shifted_valid")
         if params is not None:
             params = params.detach()
             if target_params is None:
@@ -366,10 +389,9 @@ class Estimator(ValueEstimatorBase):
                 detach_next=True,
                 vmap_randomness=self.vmap_randomness,
             )
-        _write(tensordict, keys.value, value)
-        _write(tensordict, _next(keys.value), next_value)
+        fresh |= {keys.value: value, _next(keys.value): next_value}
         if valid is not None:
-            _write(tensordict, "shifted_valid", valid)
+            fresh["shifted_valid"] = valid
         return value, next_value, None, valid
 
     # --------------------------------------------------------------------------------------------------------- shapes
@@ -413,12 +435,23 @@ def _lead(x: Tensor, value: Tensor) -> Tensor:
     return x.expand(value.shape)
 
 
+def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor | TensorDictBase | None:
+    """``tensordict.get(key, None)``, past the work that it does for keys of other kinds."""
+    if isinstance(key, str):
+        return tensordict._get_str(key, None)
+    for part in key:
+        if tensordict is None:
+            return None
+        tensordict = tensordict._get_str(part, None)
+    return tensordict
+
+
 def _own(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     """The entry's own memory; ``None`` where reading it stacks or loads a copy."""
-    entry = tensordict.get(key, None)
+    entry = _entry(tensordict, key)
     if entry is None or (type(tensordict) is TensorDict and isinstance(key, str)):
         return entry
-    return entry if tensordict.get(key) is entry else None
+    return entry if _entry(tensordict, key) is entry else None
 
 
 def _fitting(tensordict: TensorDictBase, key: NestedKey, like: Tensor) -> Tensor | None:
@@ -430,7 +463,7 @@ def _fitting(tensordict: TensorDictBase, key: NestedKey, like: Tensor) -> Tensor
         and entry.dtype == like.dtype
         and entry.device == like.device
         and not entry.requires_grad
-        and not any(stride == 0 and size > 1 for stride, size in zip(entry.stride(), entry.shape, strict=True))
+        and (0 not in entry.stride() or entry.is_contiguous())  # an expanded entry is no memory of its own
     ):
         return entry
     return None
@@ -568,7 +601,7 @@ class _TDEstimator(Estimator):
             step = replace(step, value=None)
         if not self.spec.recurrences and "mask" not in self._named:
             step = replace(step, mask=None)  # no step leans on its neighbours; padding is the loss's to leave out
-        return self._compute(step, tensordict, None)[-1]
+        return self._deliver_target(step, tensordict)
 
 
 class TD0Estimator(_TDEstimator, torchrl_value.TD0Estimator):
@@ -761,7 +794,7 @@ class RetraceEstimator(Estimator):
             found = [keys.value, *after, _next(keys.state_value), *log_pi, *log_mu]
         return [*found, keys.mask] if "mask" in self._named else found
 
-    def _values(self, tensordict, after, params, target_params, next_value, required):
+    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
         keys = self.tensor_keys
         valid = tensordict.get("shifted_valid", None)
         if self.value_network is None:
@@ -866,7 +899,7 @@ class DiscountedReturn(Estimator):
         found += [_next(key) for key in getattr(self.value_network, "in_keys", ())]
         return [*found, *(getattr(keys, name) for name in ("mask", "bootstrap") if name in self._named)]
 
-    def _values(self, tensordict, after, params, target_params, next_value, required):
+    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
         if next_value is None and self.value_network is not None:
             next_value = self._next_value(tensordict, target_params, {})
         if next_value is None:
@@ -911,8 +944,7 @@ class _ForwardEstimator(Estimator):
             raise self._missing(key, tensordict)
         return entry
 
-    @_self_set_grad_enabled
-    @dispatch
+    @_called
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write the result into the tensordict and return it; ``time_dim`` overrides the module's."""
         x = self._entry(self.reads, tensordict, required=True)

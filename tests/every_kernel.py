@@ -1,6 +1,10 @@
-"""Run every kernel variant once on small inputs, for `compute-sanitizer --tool memcheck|racecheck python …`."""
+"""Run every kernel variant once on small inputs, for `compute-sanitizer --tool memcheck|racecheck python …`.
+
+An argument limits how many of the tilings are run.
+"""
 
 import itertools
+import sys
 
 import torch
 
@@ -54,7 +58,8 @@ def run(time_dim: int, dtype: torch.dtype, device: str) -> None:
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for tile, time_dim, dtype in itertools.product(TILES, (0, 1), (torch.float32, torch.bfloat16, torch.float64)):
+    tiles = TILES[: int(sys.argv[1])] if sys.argv[1:] else TILES
+    for tile, time_dim, dtype in itertools.product(tiles, (0, 1), (torch.float32, torch.bfloat16, torch.float64)):
         if dtype == torch.float32 or tile is TILES[0]:
             with force_tile(tile):
                 run(time_dim, dtype, device)
