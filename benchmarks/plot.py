@@ -24,7 +24,7 @@ def _save(figure_, axes, path, **labels):
     axes.set(**labels)
     axes.grid(alpha=0.3, which="both")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="x-small", frameon=False)
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure_.tight_layout()
     figure_.savefig(path, dpi=150)
     plt.close(figure_)
@@ -72,7 +72,8 @@ def ceiling(found, out):
     lines = _lines(found, value)
     if not lines:
         return None
-    figure_, axes = plt.subplots(figsize=(7, 4.5))
+    figure_, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), ".", label=name)
     axes.axhline(1, color="k", lw=0.8)
@@ -88,7 +89,8 @@ def calls(found, out):
         return (name, key[2] * key[3], us) if us and key[1] in ("gae", "gae_bootstrap") else None
 
     names = dict.fromkeys(name for case in found.values() for name in case)
-    figure_, axes = plt.subplots(figsize=(7, 4.5))
+    figure_, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     for name in names:
         for label, points in _lines(found, lambda key, case: value(key, case, name)).items():  # noqa: B023
             axes.plot(*zip(*points, strict=True), ".-", label=label)
