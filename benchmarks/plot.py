@@ -25,7 +25,6 @@ def _save(figure_, axes, path, **labels):
     axes.grid(alpha=0.3, which="both")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure_.tight_layout()
     figure_.savefig(path, dpi=150)
     plt.close(figure_)
     return path
@@ -41,7 +40,7 @@ def speedup(found, out):
     if not bars:
         return None
     shapes = list(dict.fromkeys(shape for by_shape in bars.values() for shape in by_shape))
-    figure_, axes = plt.subplots(figsize=(max(6, 0.25 * len(bars) * len(shapes)), 4))
+    figure_, axes = plt.subplots(figsize=(max(6, 0.25 * len(bars) * len(shapes)), 4), layout="constrained")
     width = 0.8 / len(shapes)
     for k, shape in enumerate(shapes):
         at = [i + (k - (len(shapes) - 1) / 2) * width for i in range(len(bars))]

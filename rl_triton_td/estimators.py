@@ -233,8 +233,7 @@ class Estimator(ValueEstimatorBase):
             found = tuple(_fitting(tensordict, key, like) for key in selected)
             existing = found if all(entry is not None for entry in found) else None
         results = self._compute(step, tensordict, existing)
-        for key, made in step.fresh.items():
-            _write(tensordict, key, made)
+        _keep(tensordict, step.fresh)
         if existing is not None:
             return tensordict
         for name, result in zip(self.writes, results, strict=True):
@@ -271,8 +270,7 @@ class Estimator(ValueEstimatorBase):
 
     def _deliver_target(self, step: _Step, tensordict: TensorDictBase) -> Tensor:
         target = self._compute(step, tensordict, None)[-1]
-        for key, made in step.fresh.items():
-            _write(tensordict, key, made)
+        _keep(tensordict, step.fresh)
         return target
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -324,7 +322,11 @@ class Estimator(ValueEstimatorBase):
             tensordict, after, params, target_params, next_value, required, fresh
         )
         if getattr(self, "average_rewards", False):
-            reward = F.standardize(reward, groups=self._group_ids(tensordict), eps=self.reward_eps)
+            # a mask of each agent says nothing of a team's reward
+            counted = [_lead(m, reward).bool() for m in (mask, valid) if m is not None and m.ndim <= reward.ndim]
+            counted = functools.reduce(torch.logical_and, counted) if counted else None
+            groups = self._group_ids(tensordict)
+            reward = F.standardize(reward, mask=counted, groups=groups, eps=self.reward_eps)
             fresh[_next(keys.reward)] = reward
         like = next_value if next_value is not None else value if value is not None else reward
         dims = tensordict.batch_dims
@@ -350,12 +352,11 @@ class Estimator(ValueEstimatorBase):
         if value.device != like.device:
             value = value.to(like.device)
             setattr(self, name, value)
-        if like.dtype == torch.float64 and value.dtype == torch.float32 and name in self._exact:
-            exact = self._exact[name]
-            unchanged = value == torch.full((), exact, device=value.device)
-            return torch.where(
-                unchanged, torch.full((), exact, dtype=torch.float64, device=value.device), value.double()
-            )
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if name in self._exact and not value.dtype == wide == torch.float32:
+            exact = torch.full((), self._exact[name], dtype=torch.float64, device=value.device)
+            unchanged = value == exact.float().to(value.dtype)
+            return torch.where(unchanged, exact.to(wide), value.to(wide))
         return value
 
     def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
@@ -386,13 +387,13 @@ class Estimator(ValueEstimatorBase):
                 next_params=target_params,
                 single_call=self.shifted,
                 value_key=keys.value,
-                detach_next=True,
+                detach_next=False,
                 vmap_randomness=self.vmap_randomness,
             )
         fresh |= {keys.value: value, _next(keys.value): next_value}
         if valid is not None:
             fresh["shifted_valid"] = valid
-        return value, next_value, None, valid
+        return value, next_value.detach(), None, valid
 
     # --------------------------------------------------------------------------------------------------------- shapes
 
@@ -484,6 +485,16 @@ def _write(tensordict: TensorDictBase, key: NestedKey, value: Tensor) -> None:
         entry.copy_(value)
 
 
+def _keep(tensordict: TensorDictBase, fresh: dict[NestedKey, Tensor]) -> None:
+    """Values and rewards made on the way, as new entries: the caller's tensors stay as they are. A locked tensordict
+    takes none, there the entry's own memory has to do."""
+    for key, made in fresh.items():
+        if tensordict.is_locked:
+            _write(tensordict, key, made)
+        else:
+            tensordict.set(key, made)
+
+
 # ---------------------------------------------------------------------------------------------------------------- GAE
 
 
@@ -535,6 +546,8 @@ class GAE(Estimator, torchrl_value.GAE):
         if truncated is None:
             raise self._missing(key, tensordict)
         truncated = self._for_each_agent(truncated, step.value, tensordict.batch_dims).bool()
+        if step.terminated is not None:
+            truncated = truncated & ~step.terminated.bool()
         reward = torch.where(truncated, step.reward + step.gamma * step.value, step.reward)
         return replace(step, reward=reward, terminated=step.done)
 

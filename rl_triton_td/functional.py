@@ -1118,8 +1118,8 @@ def standardize(
     centered = wide
     for _ in range(2):  # the second takes off what rounding left of the first
         centered = (centered - total(centered) / count) * valid
-    deviation = (total(centered.square()) / (count - correction).clamp_min(1)).sqrt()
-    return (centered / deviation.clamp_min(eps)).to(x.dtype)
+    variance = total(centered.square()) / (count - correction).clamp_min(1)
+    return (centered / variance.clamp_min(eps * eps).sqrt()).to(x.dtype)  # no root of 0: its gradient is infinite
 
 
 def _leading(name: str, x: Tensor, like: Tensor) -> Tensor:
