@@ -1,8 +1,9 @@
 """Off-policy Q-learning on CartPole-v1: Retrace targets for sequences from a replay buffer.
 
 The behaviour is epsilon-greedy with a decaying epsilon, and the log-probability of each action is stored with it. The
-buffer holds pieces of 16 steps. Retrace estimates their returns under the greedy policy of the current Q-network, with
-the values of a copy that lags behind; ``--trace`` picks one of its relatives. TorchRL 0.14 has no such class.
+buffer holds pieces of 16 steps. Retrace estimates their returns under the current Q-network's policy with the final
+epsilon (for a greedy one it would be tree backup), with the values of a copy that lags behind; ``--trace`` picks one of
+its relatives. TorchRL 0.14 has no such class.
 The run stops as soon as the mean return of the last 20 training episodes reaches 475 (of 500) or the frames are used
 up, writes the learning curve to ``out/`` and exits with status 1 if that mean is below 400.
 
@@ -33,7 +34,7 @@ FIRST_EPSILON, LAST_EPSILON, DECAY, STOP_AT, PASS_AT = 0.5, 0.02, 20_000, 475.0,
 class EpsilonGreedy(nn.Module):
     """Probabilities of the actions: ``epsilon`` is spread over all, the greedy one has the rest."""
 
-    epsilon = 0.0
+    epsilon = LAST_EPSILON
 
     def forward(self, action_value):
         greedy = nn.functional.one_hot(action_value.argmax(-1), action_value.shape[-1])
@@ -54,9 +55,9 @@ def main():
     q_network = TensorDictModule(mlp(4, 2, 1.0), ["observation"], ["action_value"]).to(device)
     target_network = deepcopy(q_network)
     exploration = EpsilonGreedy()
-    behaviour, greedy = make_actor(q_network, exploration), make_actor(q_network, EpsilonGreedy())
+    behaviour, target = make_actor(q_network, exploration), make_actor(q_network, EpsilonGreedy())
     estimator = Timed(
-        RetraceEstimator(gamma=0.99, lmbda=0.8, trace=args.trace, value_network=target_network, actor_network=greedy),
+        RetraceEstimator(gamma=0.99, lmbda=0.8, trace=args.trace, value_network=target_network, actor_network=target),
         device,
     )
     optimizer = torch.optim.Adam(q_network.parameters(), lr=LR)
@@ -82,8 +83,8 @@ def main():
             value = values.gather(-1, sequences["action"].unsqueeze(-1))
             step(optimizer, nn.functional.mse_loss(value, sequences["value_target"]), max_norm=10.0)
             with torch.no_grad():
-                for target, source in zip(target_network.parameters(), q_network.parameters(), strict=True):
-                    target.lerp_(source, TAU)
+                for old, new in zip(target_network.parameters(), q_network.parameters(), strict=True):
+                    old.lerp_(new, TAU)
     collector.shutdown()
     progress.finish(estimator, PASS_AT)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -32,6 +32,7 @@ __all__ = [
     "MissingEntryError",
     "MultiAgentGAE",
     "RetraceEstimator",
+    "SpecEstimator",
     "TD0Estimator",
     "TD1Estimator",
     "TDLambdaEstimator",
@@ -939,6 +940,7 @@ class _ForwardEstimator(Estimator):
     """A forward recurrence over one entry: reads it and the ends of episodes, writes one entry."""
 
     reads: str
+    beside: tuple[str, ...] = ()  # read too, and must be there
     optional: tuple[str, ...] = ()
 
     def __init__(self, *, time_dim: int | None = None, **kwargs):
@@ -948,7 +950,8 @@ class _ForwardEstimator(Estimator):
     @property
     def in_keys(self):
         keys = self.tensor_keys
-        return [getattr(keys, self.reads), _next(keys.done), *(getattr(keys, name) for name in sorted(self._named))]
+        more = (*self.beside, *sorted(self._named))
+        return [getattr(keys, self.reads), _next(keys.done), *(getattr(keys, name) for name in more)]
 
     def _entry(self, name, tensordict, required=False):
         key = getattr(self.tensor_keys, name)
@@ -975,7 +978,7 @@ class _ForwardEstimator(Estimator):
             mask=mask,
             time_dim=time_dim,
             out=entry,
-            **{name: self._entry(name, tensordict) for name in self.optional},
+            **{name: self._entry(name, tensordict, name in self.beside) for name in (*self.beside, *self.optional)},
         )
         if entry is None:
             _write(tensordict, written, result)
@@ -998,6 +1001,60 @@ class _TraceKeys(_Keys):
     gradient: NestedKey = "gradient"
     ratio: NestedKey = "ratio"
     trace: NestedKey = "trace"
+
+
+class SpecEstimator(_ForwardEstimator):
+    """The module of a :class:`~rl_triton_td.specs.Spec` of your own, one that needs no values.
+
+    A subclass names its ``spec``. Its inputs are entries of their names, flags under ``"next"``; its first output is
+    written; its hypers are arguments of the constructor.
+
+    Keyword Args:
+        keys (dict, optional): names of entries.
+        time_dim, differentiable: see :class:`Estimator`.
+        **hypers (float or Tensor): those of the spec.
+    """
+
+    spec: specs.Spec
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        spec, known = cls.spec, {entry.name for entry in fields(_Keys)}
+        if spec.transition:
+            raise TypeError(f"{cls.__name__}: {spec.name} reads values of states, which this class does not.")
+        names = dict.fromkeys((*spec.names, spec.outputs[0]))
+        keys = make_dataclass(
+            "_AcceptedKeys", [(n, NestedKey, field(default=n)) for n in names if n not in known], bases=(_Keys,)
+        )
+        keys.__module__, keys.__qualname__ = cls.__module__, f"{cls.__qualname__}._AcceptedKeys"
+        cls._AcceptedKeys = cls.default_keys = _keys(keys)
+        cls.reads, cls.writes = spec.names[0], spec.outputs[:1]
+        cls.beside = tuple(name for name in dict.fromkeys(spec.names[1:]) if name != "done")
+
+    def __init__(self, *, keys: dict[str, NestedKey] | None = None, time_dim: int | None = None, **kwargs):
+        hypers = {name: kwargs.pop(name) for name in self._hypers()}
+        super().__init__(keys=keys, time_dim=time_dim, **kwargs)
+        self._register(**hypers)
+
+    def _hypers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.partition("@")[0] for name in self.spec.hypers))
+
+    def _run(self, x, done, *, mask, time_dim, out, **beside):
+        time = F._time(time_dim, x)
+        entries = {self.reads: x, "done": done, **beside}
+        entries = {name: F._expand(name, entries[name], x, time) for name in dict.fromkeys(self.spec.names)}
+        F._check(self.reads, x, **entries)
+        hypers = {name: F._number(name, self._hyper(name, x), x) for name in self._hypers()}
+        return F._forward(
+            self.spec,
+            tuple(entries[name] for name in self.spec.names),
+            tuple(hypers[name.partition("@")[0]] for name in self.spec.hypers),
+            None,
+            mask,
+            out,
+            x,
+            time,
+        )
 
 
 class EligibilityTrace(_ForwardEstimator):
