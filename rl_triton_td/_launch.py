@@ -316,7 +316,7 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
     if initial is not None:
         initial = initial.reshape(math.prod(shape[:dim]), shape[dim], -1)
     for i in range(shape[dim]):
-        at = [x.narrow(dim, i, 1) if isinstance(x, Tensor) else x for x in (*sources, *outputs)]
+        at = [x.narrow(dim, i, 1) if isinstance(x, Tensor) and x.ndim else x for x in (*sources, *outputs)]
         launch(
             spec,
             (*shape[:dim], 1, *shape[dim + 1 :]),

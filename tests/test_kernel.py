@@ -103,7 +103,8 @@ def test_rows_of_many_strided_dimensions(device):
         wide = y.view(2, 3, 2, 2, 9).repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
         return wide.to(device)[:, ::2, ::2, ::2]
 
-    actual = F.generalized_advantage_estimate(0.99, 0.95, *(spread(x[k]) for k in VALUES), time_dim=-1)
+    gamma = torch.tensor(0.99, device=device)
+    actual = F.generalized_advantage_estimate(gamma, 0.95, *(spread(x[k]) for k in VALUES), time_dim=-1)
     for a, e in zip(actual, wanted, strict=True):
         agree(a.reshape(24, 9), e, 2e-5, 2e-5, "sliced rows")
 
