@@ -70,7 +70,8 @@ def tile_plan(
         # every program folds the summaries of all the others: no more than lie well in its registers
         segments = min(chunks, -(-8 * multiprocessors // programs), 1024, max(1, 256 * warps // block_n))
         segments = -(-chunks // -(-chunks // segments))
-    return Tile(block_n, block_t, max(1, warps), segments, stages if chunks > segments else 1)
+    warps = max(1, min(warps, block_n * block_t // 32))
+    return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1)
 
 
 def _power_of_2(n: int) -> int:

@@ -36,4 +36,5 @@ def test_the_fused_retrace_is_among_them(reports):
 
 
 def test_rows_are_loaded_four_numbers_at_a_time(reports):
-    assert not [r for r in reports if r["variant"] in ("gae 65536x256", "gae 4096x2048") and r["vector_loads"] < 6]
+    dense = [r for r in reports if r["variant"] in ("gae 4096x128", "gae 65536x256", "gae 4096x2048")]
+    assert len(dense) == 3 and all(r["vector_loads"] >= 3 for r in dense)  # reward, value, next value
