@@ -376,14 +376,11 @@ class Estimator(ValueEstimatorBase):
             if value is None and (required or bootstrap is not None):
                 raise self._missing(keys.value, tensordict)
             return value, next_value, bootstrap, _entry(tensordict, "shifted_valid")
-        if params is not None:
-            params = params.detach()
-            if target_params is None:
-                target_params = params.clone(False)
+        params, target_params = self._network_parameters(params, target_params)
         # gradients may pass through the values, but not into the network's own parameters
-        with hold_out_net(self.value_network) if params is None and target_params is None else nullcontext():
+        with hold_out_net(self.value_network) if params is None else nullcontext():
             value, next_value, valid = self._call_value_nets(
-                data=tensordict.copy(),
+                data=self._network_input(tensordict, keys.value),
                 params=params,
                 next_params=target_params,
                 single_call=self.shifted,
@@ -395,6 +392,20 @@ class Estimator(ValueEstimatorBase):
         if valid is not None:
             fresh["shifted_valid"] = valid
         return value, next_value.detach(), None, valid
+
+    def _network_parameters(self, params, target_params):
+        """Parameters for the states and for their successors; ``None`` where the network keeps its own for both."""
+        if params is None and target_params is None:
+            return None, None
+        params = TensorDict.from_module(self.value_network).data if params is None else params.detach()
+        return params, params.clone(False) if target_params is None else target_params
+
+    def _network_input(self, tensordict: TensorDictBase, key: NestedKey) -> TensorDictBase:
+        """A shallow copy; values that states have and their successors lack (a policy wrote them) are left out."""
+        data = tensordict.copy()
+        if (_entry(data, key) is None) != (_entry(data, _next(key)) is None):
+            data = data.exclude(key, _next(key))
+        return data
 
     # --------------------------------------------------------------------------------------------------------- shapes
 
@@ -680,7 +691,12 @@ class VTrace(Estimator, torchrl_value.VTrace):
 
     def _more_in_keys(self):
         log_prob = self.tensor_keys.sample_log_prob
-        return log_prob if isinstance(log_prob, list) else [log_prob]
+        actor = self.actor_network
+        return [
+            *(log_prob if isinstance(log_prob, list) else [log_prob]),
+            *getattr(actor, "in_keys", ()),
+            *getattr(actor, "dist_sample_keys", ()),
+        ]
 
     def _compute(self, step, tensordict, out):
         log_mu = _maybe_get_or_select(tensordict, self.tensor_keys.sample_log_prob)
@@ -754,7 +770,8 @@ class RetraceEstimator(Estimator):
     :func:`.functional.retrace_lambda_advantage_estimate` on a TensorDict. With a ``value_network`` that writes the
     values of all discrete actions (``action_value``, ``[*B, T, A]``, as TorchRL's Q-networks do), the taken action's
     value is picked and the next state's expectation taken under the target policy: that of ``actor_network``, or,
-    without one, the :math:`\epsilon`-greedy policy of the values themselves. Without a network, the tensordict holds
+    without one, the :math:`\epsilon`-greedy policy of the values themselves (with :math:`\epsilon = 0`, Retrace is
+    Tree-backup: the behaviour policy plays no part). Without a network, the tensordict holds
     ``state_action_value``, ``("next", "state_value")`` and, where the trace needs it, ``log_pi``.
 
     Keyword Args:
@@ -802,11 +819,13 @@ class RetraceEstimator(Estimator):
         log_mu = [keys.sample_log_prob] if self.trace in ("retrace", "importance_sampling") else []
         if self.value_network is not None:
             values = list(getattr(self.value_network, "in_keys", ()))
-            found = [*values, *after, *map(_next, values), keys.action, *log_mu]
+            policy = list(getattr(self.actor_network, "in_keys", ()))
+            found = [*values, *after, *map(_next, values), keys.action, *log_mu, *policy, *map(_next, policy)]
         else:
             log_pi = [] if self.trace == "q_lambda" else [keys.log_pi]
             found = [keys.value, *after, _next(keys.state_value), *log_pi, *log_mu]
-        return [*found, keys.mask] if "mask" in self._named else found
+        found += [keys.mask] if "mask" in self._named else []
+        return list(dict.fromkeys(map(unravel_key, found)))
 
     def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
         keys = self.tensor_keys
@@ -819,11 +838,12 @@ class RetraceEstimator(Estimator):
             if next_value is None:
                 raise self._missing(_next(keys.state_value), tensordict)
             return value, next_value, None, valid
-        with hold_out_net(self.value_network) if params is None and target_params is None else nullcontext():
+        params, target_params = self._network_parameters(params, target_params)
+        with hold_out_net(self.value_network) if params is None else nullcontext():
             action_values, next_action_values, _ = self._call_value_nets(
-                data=tensordict.copy(),
+                data=self._network_input(tensordict, keys.action_value),
                 params=params,
-                next_params=params if target_params is None else target_params,
+                next_params=target_params,
                 single_call=False,
                 value_key=keys.action_value,
                 detach_next=True,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 
 import reference
 import rl_triton_td
@@ -156,3 +156,48 @@ def test_a_discount_set_between_calls():
     estimator(td)
     wanted = reference.gae(0.5, 0.95, *(x[k] for k in VALUES))[0]
     agree(td["advantage"].squeeze(-1), wanted, 1e-5, 1e-5)
+
+
+def q_rollout():
+    torch.manual_seed(0)
+    network = TensorDictModule(torch.nn.Linear(4, 3), in_keys=["observation"], out_keys=["action_value"])
+    done = torch.rand(2, 5, 1) < 0.3
+    after = {"observation": torch.randn(2, 5, 4), "reward": torch.randn(2, 5, 1), "done": done, "terminated": done}
+    entries = {"observation": torch.randn(2, 5, 4), "action": torch.randint(3, (2, 5)), "next": after}
+    return network, TensorDict({**entries, "action_log_prob": -torch.ones(2, 5)}, [2, 5])
+
+
+def test_values_that_a_policy_left_behind():
+    """A collector's policy writes values of states, not of their successors."""
+    network, td = q_rollout()
+    estimator = rl_triton_td.RetraceEstimator(gamma=0.9, lmbda=0.8, value_network=network, epsilon=0.1)
+    wanted = estimator(td.clone())["value_target"]
+    torch.testing.assert_close(estimator(network(td.clone()))["value_target"], wanted)
+    critic = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    gae = rl_triton_td.GAE(**HYPERS, value_network=critic)
+    torch.testing.assert_close(gae(critic(td.clone()))["advantage"], gae(td.clone())["advantage"])
+
+
+@pytest.mark.parametrize("cls", ["RetraceEstimator", "GAE"])
+def test_parameters_of_a_target_network_alone(cls):
+    network, td = q_rollout()
+    if cls == "GAE":
+        network = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    estimator = getattr(rl_triton_td, cls)(**HYPERS, value_network=network)
+    own = TensorDict.from_module(network).data
+    other = own.apply(lambda p: p + 0.1)
+    alone = estimator(td.clone(), target_params=other)["value_target"]
+    torch.testing.assert_close(alone, estimator(td.clone(), params=own, target_params=other)["value_target"])
+    assert not torch.allclose(alone, estimator(td.clone())["value_target"])
+
+
+def test_what_the_actor_reads_is_among_the_keys():
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(torch.nn.Linear(2, 3), in_keys=["pixels"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.Categorical),
+    )
+    trace = rl_triton_td.VTrace(gamma=0.9, actor_network=actor)
+    assert {"action_log_prob", "pixels", "action"} <= set(trace.in_keys)
+    network, _ = q_rollout()
+    retrace = rl_triton_td.RetraceEstimator(gamma=0.9, lmbda=0.8, value_network=network, actor_network=actor)
+    assert {"action", "action_log_prob", "pixels", ("next", "pixels")} <= set(retrace.in_keys)
