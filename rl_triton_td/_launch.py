@@ -139,7 +139,7 @@ class _Launch:
         time_strides = [x.stride(time_dim) for x in tensors]
         # expanded tensors (stride 0) have no say
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
-        policy = sources[8]
+        policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
         self.tile = _forced_tile or tile_plan(
             self.rows,

@@ -1026,8 +1026,8 @@ class _TraceKeys(_Keys):
 class SpecEstimator(_ForwardEstimator):
     """The module of a :class:`~rl_triton_td.specs.Spec` of your own, one that needs no values.
 
-    A subclass names its ``spec``. Its inputs are entries of their names, flags under ``"next"``; its first output is
-    written; its hypers are arguments of the constructor.
+    A subclass names its ``spec``, which has one output. Its inputs are entries of their names, ``done`` under
+    ``"next"``; the output is written; its hypers are arguments of the constructor.
 
     Keyword Args:
         keys (dict, optional): names of entries.
@@ -1042,13 +1042,15 @@ class SpecEstimator(_ForwardEstimator):
         spec, known = cls.spec, {entry.name for entry in fields(_Keys)}
         if spec.transition:
             raise TypeError(f"{cls.__name__}: {spec.name} reads values of states, which this class does not.")
-        names = dict.fromkeys((*spec.names, spec.outputs[0]))
+        if len(spec.outputs) != 1:
+            raise TypeError(f"{cls.__name__}: {spec.name} must have one output, has {spec.outputs}.")
+        names = dict.fromkeys((*spec.names, *spec.outputs))
         keys = make_dataclass(
             "_AcceptedKeys", [(n, NestedKey, field(default=n)) for n in names if n not in known], bases=(_Keys,)
         )
         keys.__module__, keys.__qualname__ = cls.__module__, f"{cls.__qualname__}._AcceptedKeys"
         cls._AcceptedKeys = cls.default_keys = _keys(keys)
-        cls.reads, cls.writes = spec.names[0], spec.outputs[:1]
+        cls.reads, cls.writes = spec.names[0], spec.outputs
         cls.beside = tuple(name for name in dict.fromkeys(spec.names[1:]) if name != "done")
 
     def __init__(self, *, keys: dict[str, NestedKey] | None = None, time_dim: int | None = None, **kwargs):

@@ -1053,9 +1053,9 @@ def _forward(spec, inputs, hypers, initial, mask, out, like, time):
         if initial.device != like.device:
             raise ValueError(f"initial is on {initial.device}, the other entries on {like.device}.")
     mask = _expand("mask", mask, like, time)
-    first = _outputs(out, spec.outputs[:1], like)
-    outputs = (*first, *(None,) * (len(spec.outputs) - 1))
-    return evaluate(spec, inputs, hypers, outputs, time, like=like, mask=mask, initial=initial)[0]
+    return evaluate(
+        spec, inputs, hypers, _outputs(out, spec.outputs, like), time, like=like, mask=mask, initial=initial
+    )[0]
 
 
 # ---------------------------------------------------------------------------------------------------- standardisation

@@ -148,7 +148,8 @@ def _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
 
 def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, like, kinds):
     outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
-    written = _private(outputs, sources) if (spec.looks_ahead or sources[3] is not None) else outputs
+    neighbours = any(spec.shifts) or sources[HEAD.index("successor")] is not None
+    written = _private(outputs, sources) if neighbours else outputs
     launch(
         spec,
         like.shape,
@@ -325,7 +326,7 @@ def _solve(u, w, initial, reverse):
         u.shape,
         0,
         (None,) * len(HEAD) + (u, w),
-        (x, None),
+        (x,),
         initial=None if initial is None else initial.reshape(-1),
         masked=False,
         behind=False,

@@ -78,11 +78,6 @@ def given(step, tile, hypers):
 
 
 @jit
-def solution(x, x_next, step, tile, hypers):
-    return x[0], x_next[0]
-
-
-@jit
 def clipped(ratio, threshold):
     """``min(ratio, threshold)`` that keeps NaN."""
     return tl.where(ratio > threshold, threshold, ratio)
@@ -93,12 +88,11 @@ RECURRENCE = {
         f"{'backward' if reverse else 'forward'}_recurrence",
         ("alpha", "beta"),
         (),
-        ("x", "entering"),  # the solution, and what enters each step: the solution at the step before it in scan order
+        ("x",),
         given,
-        solution,
+        identity,
         transition=False,
         reverse=reverse,
-        looks_ahead=("entering",),
     )
     for reverse in (False, True)
 }

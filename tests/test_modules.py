@@ -8,6 +8,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 import reference
 import rl_triton_td
 from conftest import agree, rollout
+from rl_triton_td import specs
 from rl_triton_td.functional import ShapeError
 
 VALUES = ("state_value", "next_state_value", "reward", "done", "terminated")
@@ -201,3 +202,9 @@ def test_what_the_actor_reads_is_among_the_keys():
     network, _ = q_rollout()
     retrace = rl_triton_td.RetraceEstimator(gamma=0.9, lmbda=0.8, value_network=network, actor_network=actor)
     assert {"action", "action_log_prob", "pixels", ("next", "pixels")} <= set(retrace.in_keys)
+
+
+@pytest.mark.parametrize("spec,why", [(specs.TD0, "reads values"), (specs.GAE, "reads values")])
+def test_a_declaration_that_needs_values_is_refused(spec, why):
+    with pytest.raises(TypeError, match=why):
+        type("Mine", (rl_triton_td.SpecEstimator,), {"spec": spec})
