@@ -19,6 +19,7 @@ from .specs import Spec
 INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
 SHARED_MEMORY = 128 * 1024  # bytes of tiles under way that a pipelined loop may keep there
+GROUP = 4  # neighbouring steps that a thread reads at once
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -39,30 +40,39 @@ def tile_plan(
     time_contiguous: bool,
     *,
     exclusive: bool = False,
+    masked: bool = False,
     actions: int = 0,
+    step_bytes: int = 0,
     multiprocessors: int = 132,
 ) -> Tile:
     """The tile for ``rows`` sequences of ``steps`` steps, contiguous along time or along rows.
 
     Args:
         exclusive: every step's solution and its successor's are held at once.
+        masked: steps look for the nearest valid one.
         actions: how many values stand for one step.
+        step_bytes: what is read and written at one step.
     """
-    stages = 3 if not actions else 1
+    stages = 3
     if actions:
-        elements = max(16, 4096 // _power_of_2(actions))
-        block_t = min(_power_of_2(steps), elements)
-        block_n, warps = min(_power_of_2(rows), elements // block_t), 8
+        block_t, stages = min(_power_of_2(steps), 512), 1
+        block_n = min(_power_of_2(rows), max(1, 32 // block_t))
+        warps = block_n * block_t // 64
     elif time_contiguous:
-        block_t = min(_power_of_2(steps), 4096 if steps <= 4096 else 1024)
-        block_n = min(_power_of_2(rows), max(1, 1024 // block_t))
-        warps = min(block_n * block_t // 128, 16 if exclusive else 8)
+        if steps > 4096:
+            block_t = 1024 if steps <= 2**19 else 2048
+        else:  # a row in one piece, unless that is more than lies well in registers
+            block_t = min(_power_of_2(steps), 512 if masked or (exclusive and steps > 2048) else 4096)
+        block_n = min(_power_of_2(rows), max(1, 1024 // block_t)) if steps <= block_t else 1
+        warps = block_n * block_t // (128 if exclusive or masked or block_t <= 128 else 256)
+        warps = min(max(warps, 4), 16 if exclusive else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
         block_n, block_t, warps, stages = next(
             choice
-            for choice in ((64, 2, 1, 4), (32, 8, 1, 4), (16, 16, 1, 3), (8, 16, 1, 3), (8, 128, 4, 1))
+            for choice in ((64, 4 if step_bytes <= 16 else 2, 1, 4), (32, 8, 1, 4), (16, 16, 1, 3), (8, 16, 1, 3),
+                           (8, 128, 4, 1))
             if rows >= 3 * multiprocessors * choice[0] or choice[2] == 4
-        )
+        )  # fmt: skip
         block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
@@ -125,7 +135,9 @@ class _TooManyRowDimensions(Exception):
 class _Launch:
     """Everything about a launch but its pointers: built once for a layout, then called."""
 
-    def __init__(self, spec: Spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise):
+    def __init__(
+        self, spec: Spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise, twins
+    ):
         self.spec, self.device, self.summarise = spec, device, summarise
         wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
         exclusive = any(o in spec.looks_ahead for o in wanted)
@@ -141,15 +153,18 @@ class _Launch:
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
         policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
+        step_bytes = sum(x.element_size() for x in tensors)
         self.tile = _forced_tile or tile_plan(
             self.rows,
             steps,
             time_contiguous,
             exclusive=exclusive,
+            masked=sources[HEAD.index("mask")] is not None and not masked,
             actions=actions,
+            step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
         )
-        held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in tensors)
+        held = self.tile.block_n * self.tile.block_t * step_bytes
         stages = self.tile.num_stages if held * self.tile.num_stages <= SHARED_MEMORY else 1
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
@@ -167,31 +182,42 @@ class _Launch:
         scalar = tuple(
             0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2 for h in hypers
         )
+        neighbours, beside = [], []
+        kind_of = dict(zip(range(len(HEAD), len(sources)), (*kinds, *(0 for _ in hypers)), strict=True))
+        for index in (HEAD.index("successor"), *kind_of):
+            there = index in twins and not masked and sources[index] is not None
+            if index >= len(sources) - len(hypers):
+                there = there and scalar[index - len(sources)] == 2
+            beside.append(len(neighbours) if there else None)
+            if there:
+                neighbours.append((twins[index], int(kind_of.get(index, 0)), _reads(spec)[0][index]))
+        past_mask = sources[HEAD.index("mask")] is not None and not masked and (spec.transition or bool(neighbours))
         wide = steps * max([1, *time_strides]) >= INT32
         self.tail = (
             self.rows,
             steps // aligned,
             chunks,
             *(sizes[1:] + [None] * (2 - len(sizes[1:]))),
-            actions or None,
             policy.stride(-1) if actions else None,
             layouts,
-            (0,) * len(spec.shifts) if masked else spec.shifts,
             kinds,
+            tuple(neighbours),
+            tuple(beside),
             () if summarise else tuple(x is not None for x in outputs),
             scalar,
             spec.coefficients,
             spec.epilogue,
             spec.recurrences,
             spec.reverse,
-            spec.reverse and not time_contiguous,
+            math.gcd(GROUP, self.tile.block_t, aligned) if time_contiguous and not actions else 1,
+            (2 if self.segments > 1 else 1) if past_mask else 0,
             spec.transition,
             exclusive,
             behind,
             summarise,
             # a scan over fewer than 16 does not compile everywhere
             max(16, _power_of_2(self.segments)) if self.segments > 1 and spec.recurrences and not summarise else 0,
-            _power_of_2(actions) if actions else 0,
+            actions,
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
@@ -247,6 +273,14 @@ def _pointers(entries):
     return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in entries)
 
 
+@functools.cache
+def _reads(spec: Spec):
+    """``({source: shift}, sources)``: what is read at a neighbouring step, and what at the step itself."""
+    shifts = {HEAD.index("successor"): 1} if spec.transition else {}
+    shifts |= {len(HEAD) + k: shift for k, shift in enumerate(spec.shifts) if shift}
+    return shifts, tuple(len(HEAD) + k for k in range(len(spec.names)) if not spec.shifts[k])
+
+
 _launches: dict[tuple, _Launch] = {}
 
 
@@ -273,11 +307,16 @@ def launch(
     )
     device = next(x for x in outputs if x is not None).device
     kinds = spec.flags if kinds is None else kinds
-    key = (spec, time_dim, shape, layout, masked, behind, kinds, dtype, summarise, device, _forced_tile)
+    shifts, others = _reads(spec)
+    twins = tuple(next((k for k in others if sources[k] is sources[i]), i) for i in shifts)
+    key = (spec, time_dim, shape, layout, twins, masked, behind, kinds, dtype, summarise, device, _forced_tile)
     plan = _launches.get(key)
     if plan is None:
         try:
-            plan = _Launch(spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise)
+            plan = _Launch(
+                spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise,
+                dict(zip(shifts, twins, strict=True)),
+            )  # fmt: skip
         except _TooManyRowDimensions:
             return _launch_slices(
                 spec, shape, time_dim, sources, outputs, initial=initial, masked=masked, behind=behind, dtype=dtype,
@@ -350,20 +389,15 @@ def remembered(function):
     def call(*args, **kwargs):
         if torch.compiler.is_compiling() or not torch.cuda.is_initialized() or _forced_tile is not None:
             return function(*args, **kwargs)
-        constants, tensors = [torch.is_grad_enabled()], []
-        for given in args:
+        constants, tensors = [torch.is_grad_enabled(), len(args), *kwargs], []
+        for given in (*args, *kwargs.values()):
             if isinstance(given, Tensor):
                 tensors.append(given)
-                given = _TENSOR
-            constants.append(given)
-        for name, given in kwargs.items():
-            constants.append(name)
-            if type(given) is tuple:
+                constants.append(_TENSOR)
+            elif type(given) is tuple:
+                constants.append(len(given))
                 constants += (_TENSOR if isinstance(x, Tensor) else x for x in given)
                 tensors += (x for x in given if isinstance(x, Tensor))
-            elif isinstance(given, Tensor):
-                tensors.append(given)
-                constants.append(_TENSOR)
             else:
                 constants.append(given)
         if not tensors or not tensors[-1].is_cuda:

@@ -48,6 +48,65 @@ def offset(strides, INDEX: tl.constexpr, rows, t, LAYOUTS: tl.constexpr, ALIGN: 
 
 
 @jit
+def either(a, b):
+    return a | b
+
+
+@jit
+def turn(x, GROUP: tl.constexpr):
+    """Each ``GROUP`` neighbours along time, which a thread holds, end for end."""
+    if GROUP == 1:
+        return x
+    else:
+        return tl.reshape(tl.flip(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)), 2), x.shape)
+
+
+@jit
+def at_end(x):
+    """What a scanned tile holds for the step that the scan reaches last."""
+    lane = tl.arange(0, x.shape[1])[None, :]
+    return tl.sum(tl.where(lane == x.shape[1] - 1, x, 0), 1)
+
+
+@jit
+def latest(x, found, beyond, TURNED: tl.constexpr):
+    """``x`` where it was last ``found`` in scan order, ``beyond`` where nowhere yet; and that at the tile's end."""
+    u = turn(tl.where(found, x, 0.0).to(beyond.dtype), TURNED)
+    w = turn(tl.where(found, 0.0, 1.0).to(beyond.dtype), TURNED)
+    u, w = tl.associative_scan((u, w), 1, compose)
+    x = apply(u, w, beyond[:, None])
+    return turn(x, TURNED), at_end(x)
+
+
+@jit
+def swap(x):
+    """Neighbours along the last dimension, of 2, in each other's place."""
+    a, b = tl.split(x)
+    return tl.join(b, a)
+
+
+@jit
+def read(
+    sources,
+    strides,
+    action_stride,
+    INDEX: tl.constexpr,
+    rows,
+    t,
+    inside,
+    KIND: tl.constexpr,
+    LAYOUTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """What source ``INDEX`` holds at times ``t``, 0 where not ``inside``."""
+    place = sources[INDEX] + offset(strides, INDEX, rows, t, LAYOUTS, ALIGN)
+    if KIND >= 2:
+        action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS, ALIGN), mask=inside, other=0)
+        place += action.to(tl.int64) * action_stride
+    return tl.load(place, mask=inside, other=0)
+
+
+@jit
 def load(
     sources,
     strides,
@@ -60,16 +119,32 @@ def load(
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
     ALIGN: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
+    T=0,
+    GROUP: tl.constexpr = 1,
 ):
-    """One tile of source ``INDEX`` at times ``t``, 0 where not ``inside``.
+    """Source ``INDEX`` at times ``t + SHIFT``, 0 where not ``inside`` or, shifted, outside ``[0, T)``.
 
     ``KIND``: 0 a number, 1 a flag, 2 the number of the taken action, 3 its logarithm.
     """
-    place = sources[INDEX] + offset(strides, INDEX, rows, t, LAYOUTS, ALIGN)
-    if KIND >= 2:
-        action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS, ALIGN), mask=inside, other=0)
-        place += action.to(tl.int64) * action_stride
-    value = tl.load(place, mask=inside, other=0)
+    if SHIFT == 0:
+        value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, ALIGN)
+    else:
+        there = inside & (t + SHIFT >= 0) & (t + SHIFT < T)
+        if GROUP == 4 and SHIFT * SHIFT == 1:
+            # off by one nothing is aligned: three of four neighbours are in the thread's registers, the fourth is read
+            value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, ALIGN)
+            even, odd = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 4, 2, 2)))
+            outer = t & 3 == (3 if SHIFT == 1 else 0)
+            if SHIFT == 1:
+                value = tl.reshape(tl.join(odd, swap(even)), value.shape)
+            else:
+                value = tl.reshape(tl.join(swap(odd), even), value.shape)
+            there = there & outer
+            next_group = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS, ALIGN)
+            value = tl.where(outer, next_group, value)
+        else:
+            value = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS, ALIGN)
     if KIND == 1:
         value = value != 0
     else:
@@ -87,19 +162,25 @@ def expectation(
     rows,
     t,
     inside,
-    A,
     ACTIONS: tl.constexpr,
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """The next state's value: its action values, source 2, under the policy's probabilities, source 8."""
-    action = tl.arange(0, ACTIONS)[None, None, :]
-    there = inside[:, :, None] & (action < A)
-    values = sources[2] + offset(strides, 2, rows, t, LAYOUTS, ALIGN)[:, :, None] + action * action_stride
-    policy = sources[8] + offset(strides, 8, rows, t, LAYOUTS, ALIGN)[:, :, None] + action * action_stride
-    product = tl.load(values, mask=there, other=0).to(DTYPE) * tl.load(policy, mask=there, other=0).to(DTYPE)
-    return tl.sum(product, 2)
+    """The next state's value: its action values, source 2, under the policy's probabilities, source 8.
+
+    A thread takes as many actions at a time as one load brings, so that no sum crosses threads.
+    """
+    WIDTH: tl.constexpr = 4 if ACTIONS % 4 == 0 else 2 if ACTIONS % 2 == 0 else 1
+    values = sources[2] + offset(strides, 2, rows, t, LAYOUTS, ALIGN)[:, :, None]
+    policy = sources[8] + offset(strides, 8, rows, t, LAYOUTS, ALIGN)[:, :, None]
+    total = tl.zeros(inside.shape, DTYPE)
+    for first in range(0, ACTIONS, WIDTH):
+        place = (first + tl.arange(0, WIDTH)[None, None, :]) * action_stride
+        product = tl.load(values + place, mask=inside[:, :, None], other=0).to(DTYPE)
+        product *= tl.load(policy + place, mask=inside[:, :, None], other=0).to(DTYPE)
+        total += tl.sum(product, 2)
+    return total
 
 
 @jit
@@ -115,24 +196,25 @@ def scan_kernel(
     CHUNKS,  # a segment
     R1,  # sizes of the second and third row dimension, or None
     R2,
-    A,  # number of actions, or None
     action_stride,
     LAYOUTS: tl.constexpr,  # of each source and then each output: index, alignment of the time stride
-    SHIFTS: tl.constexpr,  # an input, then a hyper: load at t + shift
     KINDS: tl.constexpr,  # an input, as :func:`load` has them
+    NEIGHBOURS: tl.constexpr,  # what is read at a neighbouring step: source, kind, shift
+    BESIDE: tl.constexpr,  # where among them the successor, each input and each hyper is; None where it is not
     WANTED: tl.constexpr,  # an output
     SCALAR: tl.constexpr,  # a hyper: 0 a number, 1 a pointer to one, 2 a tile
     COEFFICIENTS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     RECURRENCES: tl.constexpr,
     REVERSE: tl.constexpr,
-    FLIP: tl.constexpr,  # a tile holds time backward, so that a backward recurrence scans it forward
+    GROUP: tl.constexpr,  # neighbours that a thread holds; where time runs backward, a tile holds groups backward
+    PAST_MASK: tl.constexpr,  # 1: a step's neighbour is the nearest valid one; 2: which another segment may hold
     TRANSITION: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     BOOTSTRAP_BEHIND: tl.constexpr,  # the bootstrap holds only behind the last step
     SUMMARISE: tl.constexpr,
     FOLD: tl.constexpr,  # power of two of at least S segments, whose summaries lead up to this one; 0: there is one
-    ACTIONS: tl.constexpr,  # power of two of at least A, 0 without
+    ACTIONS: tl.constexpr,  # how many there are, 0 without
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,  # a time offset may pass 2^31
     ALIGN: tl.constexpr,  # power of two that divides T and every row stride
@@ -153,6 +235,7 @@ def scan_kernel(
     else:
         rows = (n, n, n)
     T = T_QUOTIENT * ALIGN
+    TURNED: tl.constexpr = GROUP if REVERSE else 1
 
     carry = ()
     carry_w = ()
@@ -161,19 +244,46 @@ def scan_kernel(
         if initial is not None:
             entering = tl.load(initial + n, mask=valid_row, other=0).to(DTYPE)
         if FOLD:
-            other = tl.arange(0, FOLD)[None, :]
+            nth = tl.arange(0, FOLD)[None, :]
+            other = FOLD - 1 - nth if REVERSE else nth
             earlier = (other > segment if REVERSE else other < segment) & (other < S) & valid_row[:, None]
             fold_u = tl.load(before[2 * k] + n[:, None] * S + other, mask=earlier, other=0.0)
             fold_w = tl.load(before[2 * k + 1] + n[:, None] * S + other, mask=earlier, other=1.0)
-            fold_u, fold_w = tl.associative_scan((fold_u, fold_w), 1, compose, reverse=REVERSE)
-            fold_u = tl.sum(tl.where(other == (0 if REVERSE else FOLD - 1), fold_u, 0.0), 1)
-            fold_w = tl.sum(tl.where(other == (0 if REVERSE else FOLD - 1), fold_w, 0.0), 1)
-            entering = apply(fold_u, fold_w, entering)
+            fold_u, fold_w = tl.associative_scan((fold_u, fold_w), 1, compose)
+            entering = apply(at_end(fold_u), at_end(fold_w), entering)
         carry += (entering,)
         carry_w += (tl.full((BLOCK_N,), 1.0, DTYPE),)
 
     lane = tl.arange(0, BLOCK_T)[None, :]
-    EDGE: tl.constexpr = 0 if REVERSE and not FLIP else BLOCK_T - 1  # the lane that the scan reaches last
+    group = lane // GROUP * GROUP
+    step_of_lane = (BLOCK_T - GROUP - group if REVERSE else group) + lane % GROUP
+
+    follows = tl.zeros((BLOCK_N,), tl.int32)  # whether a valid step lies beyond, and below what it holds
+    if PAST_MASK == 2:
+        at = (segment + 1) * CHUNKS * BLOCK_T if REVERSE else segment * CHUNKS * BLOCK_T - BLOCK_T
+        if WIDE:
+            at = at.to(tl.int64)
+        found_at = follows + at
+        while (at > -BLOCK_T) & (at < T) & (tl.sum((valid_row & (follows == 0)).to(tl.int32), 0) > 0):
+            time = at + step_of_lane
+            looked_at = valid_row[:, None] & (time >= 0) & (time < T)
+            seen = load(sources, strides, action_stride, 5, rows, time, looked_at, 1, DTYPE, LAYOUTS, ALIGN)
+            nearest = tl.min(tl.where(seen, time, T), 1) if REVERSE else tl.max(tl.where(seen, time, -1), 1)
+            here = (follows == 0) & (nearest >= 0) & (nearest < T)
+            found_at = tl.where(here, nearest, found_at)
+            follows = follows | here.to(tl.int32)
+            at += BLOCK_T if REVERSE else -BLOCK_T
+    beyond = ()
+    for k in tl.static_range(len(NEIGHBOURS)):
+        held_there = tl.zeros((BLOCK_N,), DTYPE)
+        if PAST_MASK == 2:
+            one = load(
+                sources, strides, action_stride, NEIGHBOURS[k][0], rows, found_at[:, None], (follows != 0)[:, None],
+                NEIGHBOURS[k][1], DTYPE, LAYOUTS, ALIGN,
+            )  # fmt: skip
+            held_there = at_end(one.to(DTYPE))
+        beyond += (held_there,)
+
     for i in tl.range(CHUNKS, num_stages=STAGES):
         if REVERSE:
             chunk = (segment + 1) * CHUNKS - 1 - i
@@ -181,85 +291,101 @@ def scan_kernel(
             chunk = segment * CHUNKS + i
         if WIDE:
             chunk = chunk.to(tl.int64)
-        if FLIP:
-            t = chunk * BLOCK_T + (BLOCK_T - 1 - lane)
-        else:
-            t = chunk * BLOCK_T + lane
+        t = chunk * BLOCK_T + step_of_lane
         inside = valid_row[:, None] & (t < T)
 
         valid = inside
+        last = t == T - 1
         if sources[5] is not None:
             valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
+        if PAST_MASK:
+            near: tl.constexpr = 1 if REVERSE else -1
+            found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN, near, T, GROUP)
+            if TRANSITION:
+                followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
+                last = turn(followed, TURNED) == 0
+                follows = at_end(followed)
+        elif sources[6] is not None:
+            last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
+        beside = ()
+        held = ()
+        for k in tl.static_range(len(NEIGHBOURS)):
+            neighbour = load(
+                sources, strides, action_stride, NEIGHBOURS[k][0], rows, t, inside, NEIGHBOURS[k][1], DTYPE, LAYOUTS,
+                ALIGN, NEIGHBOURS[k][2], T, GROUP,
+            )  # fmt: skip
+            at_the_end = beyond[k]
+            if PAST_MASK:
+                neighbour, at_the_end = latest(neighbour, found, at_the_end, TURNED)
+                if NEIGHBOURS[k][1] == 1:
+                    neighbour = neighbour != 0
+            beside += (neighbour,)
+            held += (at_the_end,)
+        beyond = held
+
         step = ()
         if TRANSITION:
-            last = t == T - 1
-            if sources[6] is not None:
-                last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
             terminated = load(sources, strides, action_stride, 1, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
             done = (
                 load(sources, strides, action_stride, 0, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN) | terminated | last
             )
             if ACTIONS:
                 next_value = expectation(
-                    sources, strides, action_stride, rows, t, inside, A, ACTIONS, DTYPE, LAYOUTS, ALIGN
+                    sources, strides, action_stride, rows, t, inside, ACTIONS, DTYPE, LAYOUTS, ALIGN
                 )
             elif sources[2] is not None:
                 next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
             else:
-                behind = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
-                if sources[4] is not None:
-                    behind = load(sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
-                if BOOTSTRAP_BEHIND:
-                    behind = tl.where(last, behind, float("nan"))
-                next_value = behind
-                if sources[3] is not None:
-                    ahead = t
-                    if sources[6] is None:
-                        ahead = t + 1
-                    successor = load(
-                        sources, strides, action_stride, 3, rows, ahead, inside & (ahead < T), 0, DTYPE, LAYOUTS, ALIGN
-                    )
-                    next_value = tl.where(done, behind, successor)
+                next_value = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
+                if BOOTSTRAP_BEHIND:  # one number a row
+                    if sources[4] is not None:
+                        start = tl.zeros((1, 1), tl.int32)
+                        next_value += load(
+                            sources,
+                            strides,
+                            action_stride,
+                            4,
+                            rows,
+                            start,
+                            valid_row[:, None],
+                            0,
+                            DTYPE,
+                            LAYOUTS,
+                            ALIGN,
+                        )
+                    next_value = tl.where(last, next_value, float("nan"))
+                elif sources[4] is not None:
+                    next_value = load(sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
+                if BESIDE[0] is not None:
+                    next_value = tl.where(done, next_value, beside[BESIDE[0]])
+                elif sources[3] is not None:
+                    successor = load(sources, strides, action_stride, 3, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
+                    next_value = tl.where(done, next_value, successor)
             step = (done, tl.where(terminated, 0.0, next_value))
 
         tile = ()
         for k in tl.static_range(INPUTS):
-            if sources[STEP + k] is None:
+            if BESIDE[1 + k] is not None:
+                tile += (beside[BESIDE[1 + k]],)
+            elif sources[STEP + k] is None:
                 tile += (tl.zeros((BLOCK_N, BLOCK_T), DTYPE),)
             else:
-                there = inside
-                if SHIFTS[k] != 0:
-                    there = inside & (t + SHIFTS[k] >= 0) & (t + SHIFTS[k] < T)
                 tile += (
                     load(
-                        sources,
-                        strides,
-                        action_stride,
-                        STEP + k,
-                        rows,
-                        t + SHIFTS[k],
-                        there,
-                        KINDS[k],
-                        DTYPE,
-                        LAYOUTS,
-                        ALIGN,
+                        sources, strides, action_stride, STEP + k, rows, t, inside, KINDS[k], DTYPE, LAYOUTS, ALIGN
                     ),
-                )
+                )  # fmt: skip
         hypers = ()
         for k in tl.static_range(len(SCALAR)):
             if SCALAR[k] == 0:
                 hypers += (tl.zeros((1, 1), DTYPE) + sources[STEP + INPUTS + k],)
             elif SCALAR[k] == 1:
                 hypers += (tl.load(sources[STEP + INPUTS + k]).to(DTYPE),)
+            elif BESIDE[1 + INPUTS + k] is not None:
+                hypers += (beside[BESIDE[1 + INPUTS + k]],)
             else:
-                there = inside
-                if SHIFTS[INPUTS + k] != 0:
-                    there = inside & (t + SHIFTS[INPUTS + k] >= 0) & (t + SHIFTS[INPUTS + k] < T)
-                ahead = t + SHIFTS[INPUTS + k]
                 hypers += (
-                    load(
-                        sources, strides, action_stride, STEP + INPUTS + k, rows, ahead, there, 0, DTYPE, LAYOUTS, ALIGN
-                    ),
+                    load(sources, strides, action_stride, STEP + INPUTS + k, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN),
                 )
 
         maps = COEFFICIENTS(step, tile, hypers)
@@ -271,21 +397,19 @@ def scan_kernel(
         left_w = ()
         for k in tl.static_range(RECURRENCES):
             # what is no transition is the identity map
-            u = tl.where(valid, maps[2 * k], 0.0).to(DTYPE)
-            w = tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE)
+            u = turn(tl.where(valid, maps[2 * k], 0.0).to(DTYPE), TURNED)
+            w = turn(tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE), TURNED)
             if EXCLUSIVE:
                 nothing = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
-                u, w, before_u, before_w = tl.associative_scan(
-                    (u, w, nothing, nothing + 1.0), 1, compose_exclusive, reverse=REVERSE and not FLIP
-                )
-                x_next += (apply(before_u, before_w, carry[k][:, None]),)
+                u, w, before_u, before_w = tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
+                x_next += (turn(apply(before_u, before_w, carry[k][:, None]), TURNED),)
             else:
-                u, w = tl.associative_scan((u, w), 1, compose, reverse=REVERSE and not FLIP)
+                u, w = tl.associative_scan((u, w), 1, compose)
             solution = apply(u, w, carry[k][:, None])
-            x += (solution,)
-            left += (tl.sum(tl.where(lane == EDGE, solution, 0.0), 1),)
+            x += (turn(solution, TURNED),)
+            left += (at_end(solution),)
             if SUMMARISE:
-                decay = tl.sum(tl.where(lane == EDGE, w, 0.0), 1)
+                decay = at_end(w)
                 left_w += (tl.where(decay == 0, 0.0, decay * carry_w[k]),)
             else:
                 left_w += (carry_w[k],)

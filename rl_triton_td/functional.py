@@ -332,6 +332,7 @@ vec_generalized_advantage_estimate = _vectorized(generalized_advantage_estimate)
 # --------------------------------------------------------------------------------------------------- TD(0), TD(lambda)
 
 
+@remembered
 def _returns(
     spec: specs.Spec,
     names: tuple[str, ...],
@@ -403,7 +404,6 @@ def _per_start(spec, reward, hypers, transition, like, time):
     return torch.cat(parts, time) if parts else like.clone()
 
 
-@remembered
 def td0_return_estimate(
     gamma: float | Tensor,
     next_state_value: Tensor | None,
@@ -443,7 +443,6 @@ def td0_return_estimate(
     )[0]  # fmt: skip
 
 
-@remembered
 def td0_advantage_estimate(
     gamma: float | Tensor,
     state_value: Tensor,
@@ -469,7 +468,6 @@ def td0_advantage_estimate(
     )[0]  # fmt: skip
 
 
-@remembered
 def td1_return_estimate(
     gamma: float | Tensor,
     next_state_value: Tensor | None,
@@ -508,7 +506,6 @@ def td1_return_estimate(
     )[0]  # fmt: skip
 
 
-@remembered
 def td1_advantage_estimate(
     gamma: float | Tensor,
     state_value: Tensor,
@@ -530,7 +527,6 @@ def td1_advantage_estimate(
     )[0]  # fmt: skip
 
 
-@remembered
 def td_lambda_return_estimate(
     gamma: float | Tensor,
     lmbda: float | Tensor,
@@ -570,7 +566,6 @@ def td_lambda_return_estimate(
     )[0]  # fmt: skip
 
 
-@remembered
 def td_lambda_advantage_estimate(
     gamma: float | Tensor,
     lmbda: float | Tensor,

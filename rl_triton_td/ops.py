@@ -94,8 +94,8 @@ def evaluate(
     fused = not differentiable and not torch.compiler.is_compiling() and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
-    last = None
-    if mask is not None:
+    last, looked = None, mask is not None and not (fused and spec.causal)
+    if looked:
         inputs, hypers, successor, last = _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
     if fused:
         return _fused(
@@ -107,7 +107,7 @@ def evaluate(
             out,
             time_dim,
             initial,
-            masked=mask is not None,
+            masked=looked,
             behind=behind,
             compute=compute,
             like=like,

@@ -66,6 +66,11 @@ class Spec:
         object.__setattr__(self, "torch_epilogue", as_torch(self.epilogue))
         SPECS[self.name] = self
 
+    @property
+    def causal(self) -> bool:
+        """Whether the scan comes by every step before those that read it as their neighbour."""
+        return {*self.shifts} <= {0, 1 if self.reverse else -1} and (self.reverse or not self.transition)
+
 
 @jit
 def identity(x, x_next, step, tile, hypers):

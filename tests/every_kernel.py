@@ -1,11 +1,12 @@
 """Run every kernel variant once on small inputs, for `compute-sanitizer --tool memcheck|racecheck python …`.
 
-An argument limits how many of the tilings are run; the first is the shipped plan.
+Arguments: how many of the tilings are run (the first is the shipped plan), and which share of the calls, as ``3/8``.
 """
 
 import itertools
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ TILES = (None, Tile(1, 64, 2), Tile(4, 32, 4), Tile(2, 64, 4, 3), Tile(2, 32, 2,
 N, T, A = 5, 200, 6
 
 
-def run(time_dim: int, dtype: torch.dtype, device: str) -> None:
+def calls(time_dim: int, dtype: torch.dtype, device: str):
     shape = (N, T) if time_dim else (T, N)
     g = torch.Generator().manual_seed(0)
 
@@ -31,39 +32,45 @@ def run(time_dim: int, dtype: torch.dtype, device: str) -> None:
     shifted, cut = (value, None, reward, done, terminated), (value, None, reward, done, done)
     for extra in ({}, {"mask": mask}):
         for gamma in (0.99, torch.tensor(0.99, device=device), series().abs()):
-            F.generalized_advantage_estimate(gamma, 0.95, *dense, **rest, **extra)
-        F.generalized_advantage_estimate(0.99, 0.95, *dense, lmbda_critic=0.8, **rest, **extra)
-        F.generalized_advantage_estimate(0.99, 0.95, *shifted, bootstrap=bootstrap, **rest, **extra)
-        F.generalized_advantage_estimate(0.99, 0.95, *cut, bootstrap=bootstrap.select(time_dim, 0), **rest, **extra)
-        F.td0_return_estimate(0.99, next_value, reward, terminated, **rest, **extra)
-        F.td1_advantage_estimate(0.99, *dense, **rest, **extra)
-        F.td_lambda_return_estimate(0.99, 0.9, *dense[1:], **rest, **extra)
-        F.reward2go(reward, done, 0.99, **rest, **extra)
-        F.vtrace_advantage_estimate(0.99, log_pi, log_mu, *dense, **rest, **extra)
-        F.vtrace_advantage_estimate(0.99, log_pi, log_mu, *shifted, bootstrap=bootstrap, **rest, **extra)
+            yield partial(F.generalized_advantage_estimate, gamma, 0.95, *dense, **rest, **extra)
+        yield partial(F.generalized_advantage_estimate, 0.99, 0.95, *dense, lmbda_critic=0.8, **rest, **extra)
+        yield partial(F.generalized_advantage_estimate, 0.99, 0.95, *shifted, bootstrap=bootstrap, **rest, **extra)
+        yield partial(
+            F.generalized_advantage_estimate, 0.99, 0.95, *cut, bootstrap=bootstrap.select(time_dim, 0), **rest, **extra
+        )
+        yield partial(F.td0_return_estimate, 0.99, next_value, reward, terminated, **rest, **extra)
+        yield partial(F.td1_advantage_estimate, 0.99, *dense, **rest, **extra)
+        yield partial(F.td_lambda_return_estimate, 0.99, 0.9, *dense[1:], **rest, **extra)
+        yield partial(F.reward2go, reward, done, 0.99, **rest, **extra)
+        yield partial(F.vtrace_advantage_estimate, 0.99, log_pi, log_mu, *dense, **rest, **extra)
+        yield partial(F.vtrace_advantage_estimate, 0.99, log_pi, log_mu, *shifted, bootstrap=bootstrap, **rest, **extra)
         for trace in F.TRACES:
-            F.retrace_lambda_advantage_estimate(0.99, 0.9, log_pi, log_mu, *dense, trace=trace, **rest, **extra)
-        F.retrace_lambda_return_estimate(0.99, 0.9, log_pi, log_mu, *dense, **rest, **extra)
-        F.eligibility_trace(0.99, 0.9, reward, done, initial=reward.select(time_dim, 0), **rest, **extra)
-        F.eligibility_trace(0.99, 0.9, reward, done, ratio=log_pi.exp(), **rest, **extra)
+            yield partial(
+                F.retrace_lambda_advantage_estimate, 0.99, 0.9, log_pi, log_mu, *dense, trace=trace, **rest, **extra
+            )
+        yield partial(F.retrace_lambda_return_estimate, 0.99, 0.9, log_pi, log_mu, *dense, **rest, **extra)
+        yield partial(F.eligibility_trace, 0.99, 0.9, reward, done, initial=reward.select(time_dim, 0), **rest, **extra)
+        yield partial(F.eligibility_trace, 0.99, 0.9, reward, done, ratio=log_pi.exp(), **rest, **extra)
         for boundary in ("ends_at", "starts_at"):
-            F.episodic_prefix_sum(reward, done, boundary=boundary, **rest, **extra)
+            yield partial(F.episodic_prefix_sum, reward, done, boundary=boundary, **rest, **extra)
         for reverse in (False, True):
-            F.linear_recurrence(reward, 0.1 * value, reverse=reverse, **rest, **extra)
+            yield partial(F.linear_recurrence, reward, 0.1 * value, reverse=reverse, **rest, **extra)
     q, next_q = series(A), series(A)
     pi, next_pi = series(A).softmax(-1), series(A).softmax(-1)
     action = torch.randint(0, A, (*shape, 1), generator=g).to(device)
     column = [x.unsqueeze(-1) for x in (log_mu, reward, done, terminated)]
-    F.retrace_from_action_values(0.99, 0.9, pi, next_pi, q, next_q, action, *column, **rest)
+    yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, next_pi, q, next_q, action, *column, **rest)
 
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tiles = TILES[: int(sys.argv[1])] if sys.argv[1:] else TILES
+    share, shares = map(int, sys.argv[2].split("/")) if sys.argv[2:] else (0, 1)
     for tile, time_dim, dtype in itertools.product(tiles, (0, 1), (torch.float32, torch.bfloat16, torch.float64)):
         if dtype == torch.float32 or tile is TILES[0]:
             with force_tile(tile) if tile else nullcontext():  # None: the shipped plan
-                run(time_dim, dtype, device)
+                for call in itertools.islice(calls(time_dim, dtype, device), share, None, shares):
+                    call()
     if device == "cuda":
         torch.cuda.synchronize()
     print("every kernel ran")
