@@ -187,7 +187,7 @@ class Estimator(ValueEstimatorBase):
         bootstrap_slots: int | None = None,
         **kwargs,
     ):
-        if reuse_values not in (None, True, False):
+        if not (reuse_values is None or isinstance(reuse_values, bool)):
             raise TypeError(f"reuse_values must be True, False or None, got {reuse_values!r}.")
         self._check_positive_int(bootstrap_slots, "bootstrap_slots")
         if bootstrap_slots is not None and (reuse_values is False or kwargs.get("shifted")):
@@ -485,16 +485,19 @@ class Estimator(ValueEstimatorBase):
         probed = self.__dict__.get("_probed")
         if not lookup.readable or probed == (stamp, False) and not vouched and slots is None:
             return None
-        rows = self._split_value_net_input(lookup.here)[0].numel()
+        whole = self._split_value_net_input(lookup.here)
 
         def evaluate(data, params):
-            whole = data.batch_size == lookup.shape
-            chunks = self._split_value_net_input(data) if whole else data.split(rows, 0)
+            chunks, dim = (data,), 0
+            if data.batch_size == lookup.shape:
+                chunks, dim = self._split_value_net_input(data), self._resolve_value_chunk_dim(data.ndim)
+            elif len(whole) > 1:
+                chunks = data.split(whole[0].numel(), 0)
             # gradients may pass through the values, but not into the network's own parameters
             held = hold_out_net(network) if params is None else params.to_module(network, preserve_module_state=False)
             with held:
                 parts = [network(chunk).select(key, *map(_next, recurrent or ()), strict=False) for chunk in chunks]
-            values = parts[0] if len(parts) == 1 else torch.cat(parts, self._resolve_value_chunk_dim(data.ndim) * whole)
+            values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             return values if add is None else add(data, values)
 
         same = params is None or not torch.compiler.is_compiling() and networks.same_memory(params, target_params)

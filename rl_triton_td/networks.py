@@ -171,22 +171,18 @@ class Lookup:
         """
         first = None if here is None else here(self.here.copy())
         value = None if first is None else first.get(key)
-        if value is not None and value.shape[: self.dims] != self.shape:
-            raise ShapeError(
-                f"The network wrote {key!r} of shape {tuple(value.shape)} for a batch {tuple(self.shape)}."
-            )
         if not share or slots is None and torch.compiler.is_compiling():
             return self._found(first, self._all(there, key))
         needed = self.needed()
         lost = needed & ~self._remembered() if self.sequences else torch.zeros_like(needed)
         if slots is not None:
             return self._found(first, *self._by_slots(first, value, needed, lost, there, key, slots))
-        index = needed.flatten().nonzero().squeeze(-1)
-        if 2 * len(index) > needed.numel() or self.sequences and bool(lost.any()):
+        index, count = needed.flatten().nonzero().squeeze(-1), needed.numel()
+        if 2 * len(index) > count or self.sequences and bool(lost.any()):
             return self._found(first, self._all(there, key))
         probes = index[:0]
         if probe and value is not None and not self.sequences:
-            probes = torch.linspace(0, needed.numel() - 1, PROBES, device=self.device).long()
+            probes = torch.linspace(0, count - 1, min(PROBES, count), device=self.device).long()
         if not len(index) + len(probes):
             return self._found(first, None if value is None else self._shifted(value))
         bootstraps, again = self._at(there, key, first, index, probes).split([len(index), len(probes)])
