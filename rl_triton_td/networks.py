@@ -134,9 +134,10 @@ class Lookup:
 
     @property
     def readable(self) -> bool:
-        """Whether there is something to read, and tensors only."""
+        """Whether all that is to be read is there for the states, and in tensors."""
         entries = (x for data in (self.here, self.there) for x in data.values(True, True))
-        return bool(self.shape.numel() and self.observed) and all(isinstance(x, Tensor) for x in entries)
+        there = self.shape.numel() and self.observed and (not self.sequences or IS_INIT in self.here.keys())
+        return bool(there) and all(isinstance(x, Tensor) for x in entries)
 
     def needed(self) -> Tensor:
         """The steps whose successor has a value that counts and that is not the next row's, ``[*B, T]``."""
@@ -169,17 +170,21 @@ class Lookup:
                 for the device.
             probe: evaluate a few states again among the successors.
         """
+        share &= slots is not None or not torch.compiler.is_compiling()
+        count, index, lost = self.shape.numel(), None, None
+        if share:
+            needed = self.needed()
+            lost = needed & ~self._remembered() if self.sequences else torch.zeros_like(needed)
+            if slots is None:
+                # before the states are evaluated: so the device is waited for when it has little to do yet
+                index = needed.flatten().nonzero().squeeze(-1)
+                share = 2 * len(index) <= count and not (self.sequences and bool(lost.any()))
         first = None if here is None else here(self.here.copy())
         value = None if first is None else first.get(key)
-        if not share or slots is None and torch.compiler.is_compiling():
+        if not share:
             return self._found(first, self._all(there, key))
-        needed = self.needed()
-        lost = needed & ~self._remembered() if self.sequences else torch.zeros_like(needed)
         if slots is not None:
             return self._found(first, *self._by_slots(first, value, needed, lost, there, key, slots))
-        index, count = needed.flatten().nonzero().squeeze(-1), needed.numel()
-        if 2 * len(index) > count or self.sequences and bool(lost.any()):
-            return self._found(first, self._all(there, key))
         probes = index[:0]
         if probe and value is not None and not self.sequences:
             probes = torch.linspace(0, count - 1, min(PROBES, count), device=self.device).long()
@@ -221,8 +226,8 @@ class Lookup:
 
     def _at(self, there: Network, key: NestedKey, first, index: Tensor, probes: Tensor) -> Tensor:
         """Successors at the flat steps ``index``, then states at ``probes``, ``[K, *F]``."""
-        count, at = len(index) + len(probes), torch.unravel_index(index, self.shape)
-        again = torch.unravel_index(probes, self.shape)
+        count, at = len(index) + len(probes), _unravel(index, self.shape)
+        again = _unravel(probes, self.shape)
         shape = (count, *(1,) * max(self.dims - 1, int(self.sequences)))  # as many dimensions as the network is used to
         rows = {name: torch.cat([self._after(name, at), self.here.get(name)[again]]) for name in self.observed}
         if self.sequences:
@@ -285,6 +290,15 @@ def _leaves(data: TensorDictBase, key: NestedKey) -> list[NestedKey]:
     return [(*head, *(leaf if isinstance(leaf, tuple) else (leaf,))) for leaf in entry.keys(True, True)]
 
 
+def _unravel(index: Tensor, shape: Iterable[int]) -> tuple[Tensor, ...]:
+    """``torch.unravel_index`` without its copy to the device, which would be waited for."""
+    at = []
+    for size in reversed(shape):
+        at.append(index % size)
+        index = index // size
+    return tuple(reversed(at))
+
+
 def _per_step(flag: Tensor, dims: int) -> Tensor:
     """``[*B, T, n]``."""
     return flag.bool().unsqueeze(-1).flatten(dims)
@@ -311,8 +325,9 @@ def _differ(after: Tensor, rows: Tensor, time: int, dims: int) -> Tensor:
 def _reads_as(word: torch.dtype, x: Tensor) -> bool:
     """Whether ``x`` can be read in words of that size: compared so, NaN equals NaN and there is less to compare."""
     fold = word.itemsize // x.element_size()
-    places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return fold == 1 or fold > 1 and x.stride(-1) == 1 and all(place % fold == 0 for place in places)
+    if fold < 2 or torch.compiler.is_compiling():  # which knows no storage offsets
+        return fold == 1
+    return x.stride(-1) == 1 and all(n % fold == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 def _agree(again: Tensor, known: Tensor) -> bool | None:
