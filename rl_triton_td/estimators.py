@@ -648,6 +648,7 @@ class GAE(Estimator, torchrl_value.GAE):
         value_network (TensorDictModule, optional): see :class:`Estimator`.
         average_gae (bool): standardise the advantage (within ``group_key`` where given). Defaults to ``False``.
         keys (dict, optional): names of entries.
+        reuse_values, bootstrap_slots: how the network evaluates states and successors, see :class:`Estimator`.
         **kwargs: ``differentiable``, ``skip_existing``, ``shifted``, ``shifted_budget``, ``time_dim``,
             ``auto_reset_env``, ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks``, ``value_chunk_dim``,
             ``group_key`` and ``device`` as in :class:`torchrl.objectives.value.GAE`; ``vectorized`` is accepted, there
@@ -910,7 +911,8 @@ class RetraceEstimator(Estimator):
         c_thresh, rho_thresh (float or Tensor): clipping thresholds of the trace and of the advantage's weight.
         average_adv (bool): standardise the advantage.
         **kwargs: ``keys``, ``time_dim``, ``differentiable``, ``skip_existing``, ``group_key``, ``device``,
-            ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks`` as in :class:`Estimator`.
+            ``reuse_values``, ``bootstrap_slots``, ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks`` as in
+            :class:`Estimator`.
     """
 
     _AcceptedKeys = _RetraceKeys
@@ -978,7 +980,7 @@ class RetraceEstimator(Estimator):
         if found is not None:
             here, next_value = found.here, found.next_value
         else:
-            action_values, next_action_values, _ = self._look_twice(
+            action_values, next_action_values, valid = self._look_twice(
                 tensordict, params, target_params, keys.action_value
             )
             here = expect(tensordict, TensorDict({keys.action_value: action_values}, tensordict.batch_size))
@@ -1045,8 +1047,8 @@ class DiscountedReturn(Estimator):
     r"""Discounted return (reward-to-go): :func:`.functional.reward2go` on a TensorDict.
 
     Reads ``("next", reward)`` and the flags, writes ``value_target``. Where a truncated episode or the window goes on,
-    the return continues with the value of the next state if there is a ``value_network``, with the ``bootstrap`` entry
-    if there is one, and with 0 otherwise.
+    the return continues with the value of the next state if there is a ``value_network``, which evaluates those states
+    alone, with the ``bootstrap`` entry if there is one, and with 0 otherwise.
 
     Keyword Args:
         gamma (float or Tensor): discount.
@@ -1074,7 +1076,7 @@ class DiscountedReturn(Estimator):
             key = self.tensor_keys.value
             found = self._look(tensordict, ends, target_params, target_params, key, states=False)
             next_value = self._next_value(tensordict, target_params, {}) if found is None else found.next_value
-            return None, None, None if next_value is None else next_value.detach(), valid
+            return None, None, next_value, valid
         if next_value is None:
             next_value = tensordict.get(self.tensor_keys.bootstrap, None)
             if next_value is None and "bootstrap" in self._named:

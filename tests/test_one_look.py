@@ -588,11 +588,13 @@ def stepped(net, states, td):
 @pytest.mark.parametrize("how", ["plain", "time-major", "slots", "chunks", "row"])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_recurrent_networks(kind, how):
-    """Resets in the middle of rows; the bootstrap goes on from the state after its own step."""
+    """Resets in the middle of rows, one of them where nothing ends; a bootstrap goes on from the state after its step."""
     td = some(N=3, T=12, rate=0.2)
+    forgetful = (~td["next", "done"][:, :-1] & ~td["is_init"][:, 1:]).nonzero()[3].tolist()
+    td["is_init"][forgetful[0], forgetful[1] + 1] = True
     net, states = recurrent(kind)
     expected = GAE(**HYPERS, value_network=None)(stepped(net, states, td))
-    kwargs = {"slots": {"bootstrap_slots": 12}, "chunks": {"value_chunk_size": 2}}.get(how, {})
+    kwargs = {"slots": {"bootstrap_slots": 16}, "chunks": {"value_chunk_size": 2}}.get(how, {})
     estimator, head = GAE(**HYPERS, value_network=net, **kwargs), net[1].module
     head.calls.clear()
     given = {"time-major": td.transpose(0, 1), "row": td[2]}.get(how, td).clone()
@@ -601,7 +603,7 @@ def test_recurrent_networks(kind, how):
     expected = expected[2] if how == "row" else expected
     check(out.transpose(0, 1) if how == "time-major" else out, expected)
     if how in ("plain", "time-major"):
-        assert sum(head.rows[1:]) == needed_of(td) and needed_of(td) > 3
+        assert sum(head.rows[1:]) == needed_of(td) + 1 and needed_of(td) > 3
     with set_recurrent_mode(False):  # a network of single steps, with memory that the rollout holds
         memory = {s: torch.zeros(*given.shape, 2, 6, dtype=torch.float64) for s in states}
         given["next"].update(memory)
@@ -714,7 +716,9 @@ def test_discounted_return_of_padded_trajectories():
     mask[1, 5:] = False
     td["observation"][1, 5:] = td["next", "observation"][1, 4]
     td["collector", "mask"] = mask
-    out = DiscountedReturn(**GAMMA_ALONE, value_network=net)(td.clone())
+    estimator = DiscountedReturn(**GAMMA_ALONE, value_network=net)
+    _, out = (estimator(td.clone()) for _ in range(2))
+    assert net.module.rows == [16, PROBES + 2, 2]
     short = td[1:, :5].exclude("collector")
     short["bootstrap"] = net.module.net(short["next", "observation"]).detach()
     short = DiscountedReturn(**GAMMA_ALONE)(short)
