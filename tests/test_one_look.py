@@ -588,7 +588,7 @@ def stepped(net, states, td):
 @pytest.mark.parametrize("how", ["plain", "time-major", "slots", "chunks", "row"])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_recurrent_networks(kind, how):
-    """Resets in the middle of rows, one of them where nothing ends; a bootstrap goes on from the state after its step."""
+    """Resets inside rows, one of them where nothing ends; a bootstrap goes on from the state after its own step."""
     td = some(N=3, T=12, rate=0.2)
     forgetful = (~td["next", "done"][:, :-1] & ~td["is_init"][:, 1:]).nonzero()[3].tolist()
     td["is_init"][forgetful[0], forgetful[1] + 1] = True
