@@ -228,6 +228,19 @@ def test_multi_step_returns(vouched):
     assert net.module.rows == [td.numel()] * 2
 
 
+def test_next_observations_of_another_kind():
+    """Stored in half the bits, they are no rows."""
+    td, net = some(), critic(nn.Sequential(Double(), mlp()))
+    td["next", "observation"] = td["next", "observation"].float()
+    check(GAE(**HYPERS, value_network=net)(td.clone()), wanted_by(td, net))
+    assert net.module.rows == [td.numel()] * 2
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
 def test_reordered_rows():
     td, net = some().reshape(-1), critic()
     td = td[torch.randperm(len(td), generator=torch.Generator().manual_seed(0))]
@@ -456,8 +469,9 @@ def test_gradients():
         obs = td["observation"].requires_grad_()
         out = GAE(**HYPERS, value_network=net, differentiable=True, reuse_values=reuse)(td)
         total = (out["advantage"] * torch.arange(td.numel()).view(*td.shape, 1)).sum() + out["value_target"].sum()
-        found.append(torch.autograd.grad(total, obs)[0])
-        assert all(p.requires_grad and p.grad is None for p in net.parameters())
+        grads = torch.autograd.grad(total, [obs, *net.parameters()], allow_unused=True)
+        found.append(grads[0])
+        assert all(grad is None for grad in grads[1:]) and all(p.requires_grad for p in net.parameters())
     agree(found[0], found[1], 1e-10, 1e-10)
     assert found[0].abs().max() > 0
 
