@@ -1,4 +1,4 @@
-"""``python -m benchmarks run | tune | table | plot``; see ``--help`` of each."""
+"""``python -m benchmarks run | tune | networks | table | plot``; see ``--help`` of each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from . import measure, registry, report
+from . import networks as value_networks
 from .suites import SUITES
 
 HERE = Path(__file__).parent
@@ -144,6 +145,19 @@ def tune(args) -> None:
             break
 
 
+def networks(args) -> None:
+    """Time GAE with value networks, and PPO updates, beside TorchRL's."""
+    out = {"environment": measure.environment(), "complete": False, "rows": []}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    found = value_networks.rows(args.part, torch.device(args.device), args.tiny, args.networks)
+    for row in tqdm(found, desc="networks", unit="row", disable=None):
+        out["rows"].append(row)
+        args.json.write_text(report.dumps(out))
+    out["complete"] = True
+    args.json.write_text(report.dumps(out))
+    print(value_networks.table(out["rows"]))
+
+
 def load(paths) -> list[dict]:
     return [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
 
@@ -190,6 +204,12 @@ def main(argv=None) -> None:
             sub.add_argument("--share", help=argparse.SUPPRESS)
         else:
             sub.set_defaults(contenders=["ours"])
+    sub = command(networks)
+    sub.add_argument("--json", type=Path, default=HERE / "results" / "networks.json")
+    sub.add_argument("--part", nargs="+", choices=("gae", "update"), default=["gae", "update"])
+    sub.add_argument("--networks", nargs="+", metavar="NAME", help="of those, the ones of these names")
+    sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    sub.add_argument("--tiny", action="store_true", help="shapes for a CPU, to see that all runs")
     sub = command(table)
     sub.add_argument("json", nargs="+")
     sub.add_argument("--detail", action="store_true", help="every figure instead of a line per estimator")

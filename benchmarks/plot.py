@@ -14,10 +14,11 @@ from .report import TORCHRL, cases, figure, ratio  # noqa: E402
 
 
 def plots(rows: list[dict], out: Path) -> list[Path]:
-    """``speedup.png``, ``ceiling.png`` and ``calls.png`` in ``out``; one that has no figures is left out."""
+    """``speedup``, ``ceiling``, ``calls`` and ``networks`` as PNGs in ``out``; one that has no figures is left out."""
     out.mkdir(parents=True, exist_ok=True)
-    found = cases(rows)
-    return [path for path in (speedup(found, out), ceiling(found, out), calls(found, out)) if path]
+    found = cases([row for row in rows if "network" not in row])
+    paths = (speedup(found, out), ceiling(found, out), calls(found, out))
+    return [path for path in (*paths, networks([row for row in rows if row.get("ms")], out)) if path]
 
 
 def _save(figure_, axes, path, **labels):
@@ -99,3 +100,37 @@ def calls(found, out):
     axes.set_xscale("log")
     axes.set_yscale("log")
     return _save(figure_, axes, out / "calls.png", xlabel="steps (N × T)", ylabel="GAE, full call, µs")
+
+
+def networks(rows, out):
+    """A call with a value network beside one bare forward pass, in time and in memory; the estimator's share of PPO."""
+    gae, updates = ([row for row in rows if row["part"] == part] for part in ("gae", "update"))
+    bare = {row["network"]: row for row in gae if row["contender"] == "forward"}
+    panels = [
+        (f"{label}, in bare forward passes", {
+            (row["network"], row["contender"]): row[name] / bare[row["network"]][name]
+            for row in gae if row["contender"] != "forward" and row[name] and bare.get(row["network"], {}).get(name)
+        })
+        for name, label in (("ms", "time"), ("peak_bytes", "peak memory"))
+    ]  # fmt: skip
+    shares = {(f"{r['network']}, {r['N']}×{r['T']}", r["contender"]): 100 * r["share"] for r in updates}
+    panels = [panel for panel in (*panels, ("estimator's share of a PPO update, %", shares)) if panel[1]]
+    if not panels:
+        return None
+    figure_, all_axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axes, (label, bars) in zip(all_axes[0], panels, strict=True):
+        groups, contenders = (list(dict.fromkeys(key[i] for key in bars)) for i in range(2))
+        width = 0.8 / len(contenders)
+        for k, name in enumerate(contenders):
+            at = [i + (k - (len(contenders) - 1) / 2) * width for i in range(len(groups))]
+            axes.bar(at, [bars.get((group, name), 0) for group in groups], width, label=name)
+        axes.set_xticks(range(len(groups)), groups, fontsize="x-small")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3, axis="y")
+        axes.legend(fontsize="x-small", frameon=False)
+    path = out / "networks.png"
+    figure_.savefig(path, dpi=150)
+    plt.close(figure_)
+    return path

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import CompositeDistribution, dispatch, set_composite_lp_aggregate, set_skip_existing
+from tensordict.nn import (
+    CompositeDistribution,
+    dispatch,
+    set_composite_lp_aggregate,
+    set_skip_existing,
+    skip_existing,
+)
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
@@ -22,7 +28,8 @@ from torchrl.objectives.utils import _maybe_get_or_select, hold_out_net
 from torchrl.objectives.value.advantages import ValueEstimatorBase, _call_actor_net
 
 from . import functional as F
-from . import specs
+from . import networks, specs
+from .networks import next_key as _next
 
 __all__ = [
     "GAE",
@@ -69,6 +76,16 @@ class _Keys(ValueEstimatorBase._AcceptedKeys):
     truncated: NestedKey = "truncated"
     mask: NestedKey = ("collector", "mask")
     bootstrap: NestedKey = "bootstrap"
+
+
+@dataclass
+class _Ends:
+    """Where a rollout's episodes end, and which of its steps are transitions."""
+
+    done: Tensor
+    terminated: Tensor | None
+    mask: Tensor | None
+    time_dim: int
 
 
 @dataclass
@@ -123,7 +140,32 @@ class Estimator(ValueEstimatorBase):
         value_network (TensorDictModule, optional): evaluates the states and their successors. ``None`` reads both from
             the TensorDict; without a ``("next", value)`` entry, the successor's value is that of the next row, and the
             ``bootstrap`` entry's where the episode or the window is cut.
+        reuse_values (bool, optional): whether the network evaluates each distinct state once: the states in one plain
+            call, their successors only where the next row does not hold them (ends that are not terminal, the last
+            step). The successor's value is that of the next row elsewhere, and 0 where terminated.
+
+            - ``None`` (default): where that is the same as two calls. Next observations that differ in any bit from
+              the next row's are evaluated too (multi-step returns, reordered or padded rows), and all of them if they
+              are more than half. A network that is random or depends on its batch (dropout or batch statistics in
+              training; a few states that come out different in other company, looked at in the first batch of a
+              shape) is called as by ``False``.
+            - ``True``: nothing is looked at. The flags say where the successor is not the next row; beside a mask or
+              ``steps_to_next_obs``, which can say otherwise, all successors are evaluated.
+            - ``False``: TorchRL's calls. So are those with ``shifted=True`` or ``skip_existing``.
+
+            With ``target_params`` other than ``params``, and under ``torch.compile``, all successors are evaluated, in
+            a second plain call. The device is waited for once, to count the successors; once more in the first batch
+            of a shape, and for a network of sequences.
+        bootstrap_slots (int, optional): evaluate exactly that many successors in the second call, so that no shape
+            depends on the data and the device is not waited for, in a CUDA graph for example. Observations are
+            compared unless ``reuse_values=True``; the network is taken to treat each state by itself. Steps that find
+            no slot are counted in the buffer ``bootstrap_overflow``, and their episodes come out ``NaN``.
         **kwargs: those of the TorchRL class of the same name.
+
+    A network of sequences (TorchRL's ``LSTMModule`` and ``GRUModule`` in ``recurrent_mode``) reads whole rows with
+    ``is_init``; a bootstrap goes on from the state that the network had after its own step. Where a next observation
+    was dropped by a collector (``NaN``), the state's own stands in, as in TorchRL; where the entry is missing, a step
+    that needs it is an error.
 
     Raises:
         MissingEntryError: an entry that is read is not there.
@@ -136,11 +178,30 @@ class Estimator(ValueEstimatorBase):
     agent_dim = -2
     reward_eps = 1e-5  # floor of the standard deviation under average_rewards
 
-    def __init__(self, *, keys: dict[str, NestedKey] | None = None, value_network=None, **kwargs):
+    def __init__(
+        self,
+        *,
+        keys: dict[str, NestedKey] | None = None,
+        value_network=None,
+        reuse_values: bool | None = None,
+        bootstrap_slots: int | None = None,
+        **kwargs,
+    ):
+        if not (reuse_values is None or isinstance(reuse_values, bool)):
+            raise TypeError(f"reuse_values must be True, False or None, got {reuse_values!r}.")
+        self._check_positive_int(bootstrap_slots, "bootstrap_slots")
+        if bootstrap_slots is not None and (reuse_values is False or kwargs.get("shifted")):
+            raise ValueError(
+                "bootstrap_slots is for values that are reused: not with reuse_values=False or shifted=True."
+            )
         self.__dict__["_named"] = frozenset()
         # TorchRL keeps numbers in single-precision buffers; double-precision rollouts get the number itself
         self.__dict__["_exact"] = {name: x for name, x in kwargs.items() if isinstance(x, float)}
         super().__init__(value_network=value_network, **kwargs)
+        self.reuse_values, self.bootstrap_slots = reuse_values, bootstrap_slots
+        if bootstrap_slots is not None:
+            overflow = torch.zeros((), dtype=torch.long, device=self._device)
+            self.register_buffer("bootstrap_overflow", overflow, persistent=False)
         if keys:
             self.set_keys(**keys)
 
@@ -318,9 +379,11 @@ class Estimator(ValueEstimatorBase):
         steps = _entry(tensordict, keys.steps_to_next_obs)
         if steps is not None:
             gamma = gamma ** steps.view_as(reward)
-        fresh = {}
+        dims = tensordict.batch_dims
+        time_dim = self._get_time_dim(time_dim, tensordict) if dims else reward.ndim - 2
+        fresh, ends = {}, _Ends(done, terminated, mask, time_dim)
         value, next_value, bootstrap, valid = self._values(
-            tensordict, after, params, target_params, next_value, required, fresh
+            tensordict, ends, params, target_params, next_value, required, fresh
         )
         if getattr(self, "average_rewards", False):
             # a mask of each agent says nothing of a team's reward
@@ -330,8 +393,6 @@ class Estimator(ValueEstimatorBase):
             reward = F.standardize(reward, mask=counted, groups=groups, eps=self.reward_eps)
             fresh[_next(keys.reward)] = reward
         like = next_value if next_value is not None else value if value is not None else reward
-        dims = tensordict.batch_dims
-        time_dim = self._get_time_dim(time_dim, tensordict) if dims else reward.ndim - 2
         if valid is not None:
             mask = _lead(valid, like) if mask is None else _lead(mask, like).bool() & _lead(valid, like)
         return _Step(
@@ -360,14 +421,14 @@ class Estimator(ValueEstimatorBase):
             return torch.where(unchanged, exact.to(wide), value.to(wide))
         return value
 
-    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
+    def _values(self, tensordict, ends, params, target_params, next_value, required, fresh):
         """``(value, next_value, bootstrap, valid)`` by the network, else from the tensordict."""
         keys, named = self.tensor_keys, self._named
         if self.value_network is None or next_value is not None:
             value, bootstrap = _entry(tensordict, keys.value), None
             if next_value is None:
                 if "bootstrap" not in named:
-                    next_value = _entry(after, keys.value)
+                    next_value = _entry(tensordict, _next(keys.value))
                 if next_value is None:
                     bootstrap = _entry(tensordict, keys.bootstrap)
                 if next_value is None and bootstrap is None:
@@ -377,17 +438,11 @@ class Estimator(ValueEstimatorBase):
                 raise self._missing(keys.value, tensordict)
             return value, next_value, bootstrap, _entry(tensordict, "shifted_valid")
         params, target_params = self._network_parameters(params, target_params)
-        # gradients may pass through the values, but not into the network's own parameters
-        with hold_out_net(self.value_network) if params is None else nullcontext():
-            value, next_value, valid = self._call_value_nets(
-                data=self._network_input(tensordict, keys.value),
-                params=params,
-                next_params=target_params,
-                single_call=self.shifted,
-                value_key=keys.value,
-                detach_next=False,
-                vmap_randomness=self.vmap_randomness,
-            )
+        found, valid = self._look(tensordict, ends, params, target_params, keys.value), None
+        if found is not None:
+            value, next_value = found.here.get(keys.value), found.next_value
+        else:
+            value, next_value, valid = self._look_twice(tensordict, params, target_params, keys.value)
         fresh |= {keys.value: value, _next(keys.value): next_value}
         if valid is not None:
             fresh["shifted_valid"] = valid
@@ -399,6 +454,82 @@ class Estimator(ValueEstimatorBase):
             return None, None
         params = TensorDict.from_module(self.value_network).data if params is None else params.detach()
         return params, params.clone(False) if target_params is None else target_params
+
+    def _look(self, tensordict, ends, params, target_params, key, policy=None, states=True) -> networks.Found | None:
+        """Values with each distinct state evaluated once; ``None`` where TorchRL's two calls are called for.
+
+        ``policy``, with a module and a function of the network's outputs, adds to what is evaluated. ``states=False``
+        leaves the states out, and the successors that :meth:`networks.Lookup.needed` does not name.
+        """
+        network, vouched, slots = self.value_network, bool(self.reuse_values), self.bootstrap_slots
+        module, add = (None, None) if policy is None else policy
+        called = [network] if module is None else [network, module]
+        if self.reuse_values is False or self.shifted or skip_existing() or not tensordict.batch_dims:
+            return None
+        if not vouched and slots is None and networks.depends_on_batch(*called):
+            return None
+        single = _entry(tensordict, self.tensor_keys.steps_to_next_obs) is None
+        recurrent = networks.recurrent_states(network)
+        lookup = networks.Lookup(
+            tensordict,
+            [key for part in called for key in part.in_keys],
+            done=ends.done,
+            terminated=ends.terminated,
+            mask=ends.mask,
+            time=ends.time_dim,
+            states=recurrent,
+            compare=states and not vouched,
+            missing=lambda key: self._missing(key, tensordict),
+        )
+        stamp = (id(network), network.training, lookup.shape)
+        probed = self.__dict__.get("_probed")
+        if not lookup.readable or probed == (stamp, False) and not vouched and slots is None:
+            return None
+        whole = self._split_value_net_input(lookup.here)
+
+        def evaluate(data, params):
+            chunks, dim = (data,), 0
+            if data.batch_size == lookup.shape:
+                chunks, dim = self._split_value_net_input(data), self._resolve_value_chunk_dim(data.ndim)
+            elif len(whole) > 1:
+                chunks = data.split(whole[0].numel(), 0)
+            # gradients may pass through the values, but not into the network's own parameters
+            held = hold_out_net(network) if params is None else params.to_module(network, preserve_module_state=False)
+            with held:
+                parts = [network(chunk).select(key, *map(_next, recurrent or ()), strict=False) for chunk in chunks]
+            values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            return values if add is None else add(data, values)
+
+        same = params is None or not torch.compiler.is_compiling() and networks.same_memory(params, target_params)
+        probe = not vouched and slots is None and probed != (stamp, True)
+        found = lookup.values(
+            None if not states and not probe and recurrent is None else functools.partial(evaluate, params=params),
+            functools.partial(evaluate, params=target_params),
+            key if add is None else self.tensor_keys.state_value,
+            share=same and single and not (vouched and states and ends.mask is not None),
+            slots=slots,
+            probe=probe,
+        )
+        if found.repeatable is not None:
+            self.__dict__["_probed"] = (stamp, found.repeatable)
+        if found.lost is not None:
+            if self.bootstrap_overflow.device != found.lost.device:
+                self.bootstrap_overflow = self.bootstrap_overflow.to(found.lost.device)
+            self.bootstrap_overflow.add_(found.lost.sum())
+        return None if found.repeatable is False else found
+
+    def _look_twice(self, tensordict, params, target_params, key):
+        """TorchRL's calls: ``(value, next_value, valid)``."""
+        with hold_out_net(self.value_network) if params is None else nullcontext():
+            return self._call_value_nets(
+                data=self._network_input(tensordict, key),
+                params=params,
+                next_params=target_params,
+                single_call=self.shifted,
+                value_key=key,
+                detach_next=False,
+                vmap_randomness=self.vmap_randomness,
+            )
 
     def _network_input(self, tensordict: TensorDictBase, key: NestedKey) -> TensorDictBase:
         """A shallow copy; values that states have and their successors lack (a policy wrote them) are left out."""
@@ -419,10 +550,6 @@ class Estimator(ValueEstimatorBase):
     def _pooled_dims(self, advantage: Tensor) -> tuple[int, ...] | None:
         """The dimensions that share a mean and a deviation; ``None``: all."""
         return None
-
-
-def _next(key: NestedKey) -> NestedKey:
-    return ("next", *key) if isinstance(key, tuple) else ("next", key)
 
 
 def _seams(tensordict: TensorDictBase, done: Tensor, mask: Tensor | None, time_dim: int) -> bool:
@@ -521,6 +648,7 @@ class GAE(Estimator, torchrl_value.GAE):
         value_network (TensorDictModule, optional): see :class:`Estimator`.
         average_gae (bool): standardise the advantage (within ``group_key`` where given). Defaults to ``False``.
         keys (dict, optional): names of entries.
+        reuse_values, bootstrap_slots: how the network evaluates states and successors, see :class:`Estimator`.
         **kwargs: ``differentiable``, ``skip_existing``, ``shifted``, ``shifted_budget``, ``time_dim``,
             ``auto_reset_env``, ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks``, ``value_chunk_dim``,
             ``group_key`` and ``device`` as in :class:`torchrl.objectives.value.GAE`; ``vectorized`` is accepted, there
@@ -783,7 +911,8 @@ class RetraceEstimator(Estimator):
         c_thresh, rho_thresh (float or Tensor): clipping thresholds of the trace and of the advantage's weight.
         average_adv (bool): standardise the advantage.
         **kwargs: ``keys``, ``time_dim``, ``differentiable``, ``skip_existing``, ``group_key``, ``device``,
-            ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks`` as in :class:`Estimator`.
+            ``reuse_values``, ``bootstrap_slots``, ``deactivate_vmap``, ``value_chunk_size``, ``num_chunks`` as in
+            :class:`Estimator`.
     """
 
     _AcceptedKeys = _RetraceKeys
@@ -827,32 +956,40 @@ class RetraceEstimator(Estimator):
         found += [keys.mask] if "mask" in self._named else []
         return list(dict.fromkeys(map(unravel_key, found)))
 
-    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
+    def _values(self, tensordict, ends, params, target_params, next_value, required, fresh):
         keys = self.tensor_keys
         valid = tensordict.get("shifted_valid", None)
         if self.value_network is None:
             value = tensordict.get(keys.value, None)
             if value is None:
                 raise self._missing(keys.value, tensordict)
-            next_value = after.get(keys.state_value, None) if next_value is None else next_value
+            next_value = tensordict.get(_next(keys.state_value), None) if next_value is None else next_value
             if next_value is None:
                 raise self._missing(_next(keys.state_value), tensordict)
             return value, next_value, None, valid
         params, target_params = self._network_parameters(params, target_params)
-        with hold_out_net(self.value_network) if params is None else nullcontext():
-            action_values, next_action_values, _ = self._call_value_nets(
-                data=self._network_input(tensordict, keys.action_value),
-                params=params,
-                next_params=target_params,
-                single_call=False,
-                value_key=keys.action_value,
-                detach_next=True,
-                vmap_randomness=self.vmap_randomness,
+
+        def expect(data, values):
+            action_values = values.get(keys.action_value)
+            pi = self._policy(data, action_values)
+            return values.set(keys.log_pi, pi).set(keys.state_value, (pi * action_values).sum(-1, keepdim=True))
+
+        found = self._look(
+            tensordict, ends, params, target_params, keys.action_value, policy=(self.actor_network, expect)
+        )
+        if found is not None:
+            here, next_value = found.here, found.next_value
+        else:
+            action_values, next_action_values, valid = self._look_twice(
+                tensordict, params, target_params, keys.action_value
             )
+            here = expect(tensordict, TensorDict({keys.action_value: action_values}, tensordict.batch_size))
+            after = TensorDict({keys.action_value: next_action_values}, tensordict.batch_size)
+            next_value = expect(tensordict.get("next"), after).get(keys.state_value)
+        action_values, pi = here.get(keys.action_value), here.get(keys.log_pi)
         index = self._action_index(tensordict, action_values)
-        pi, next_pi = self._policy(tensordict, action_values), self._policy(tensordict.get("next"), next_action_values)
         self.__dict__["_log_pi"] = pi.gather(-1, index).log()
-        return action_values.gather(-1, index), (next_pi * next_action_values).sum(-1, keepdim=True), None, valid
+        return action_values.gather(-1, index), next_value.detach(), None, valid
 
     def _action_index(self, tensordict, action_values):
         key = self.tensor_keys.action
@@ -910,8 +1047,8 @@ class DiscountedReturn(Estimator):
     r"""Discounted return (reward-to-go): :func:`.functional.reward2go` on a TensorDict.
 
     Reads ``("next", reward)`` and the flags, writes ``value_target``. Where a truncated episode or the window goes on,
-    the return continues with the value of the next state if there is a ``value_network``, with the ``bootstrap`` entry
-    if there is one, and with 0 otherwise.
+    the return continues with the value of the next state if there is a ``value_network``, which evaluates those states
+    alone, with the ``bootstrap`` entry if there is one, and with 0 otherwise.
 
     Keyword Args:
         gamma (float or Tensor): discount.
@@ -933,14 +1070,18 @@ class DiscountedReturn(Estimator):
         found += [_next(key) for key in getattr(self.value_network, "in_keys", ())]
         return [*found, *(getattr(keys, name) for name in ("mask", "bootstrap") if name in self._named)]
 
-    def _values(self, tensordict, after, params, target_params, next_value, required, fresh):
+    def _values(self, tensordict, ends, params, target_params, next_value, required, fresh):
+        valid = tensordict.get("shifted_valid", None)
         if next_value is None and self.value_network is not None:
-            next_value = self._next_value(tensordict, target_params, {})
+            key = self.tensor_keys.value
+            found = self._look(tensordict, ends, target_params, target_params, key, states=False)
+            next_value = self._next_value(tensordict, target_params, {}) if found is None else found.next_value
+            return None, None, next_value, valid
         if next_value is None:
             next_value = tensordict.get(self.tensor_keys.bootstrap, None)
             if next_value is None and "bootstrap" in self._named:
                 raise self._missing(self.tensor_keys.bootstrap, tensordict)
-        return None, None, next_value, tensordict.get("shifted_valid", None)
+        return None, None, next_value, valid
 
     def _compute(self, step, tensordict, out):
         result = F.reward2go(

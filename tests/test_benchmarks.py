@@ -109,3 +109,29 @@ def test_figures_on_a_gpu(shape):
     assert case.measure("torchrl_vec", True, 60)["device_us"] is None  # it synchronises
     again = case.measure("ours", True, 60)  # which does not spoil what follows
     assert again["device_us"] > 0 and measure.copy_us(case.bytes, case.device) > 0
+
+
+def test_value_networks(tmp_path, monkeypatch, capsys):
+    """Tiny shapes: every contender is right and timed; one that fails, or is wrong, is noted and the rest goes on."""
+    from benchmarks import networks
+
+    def broken(net, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def wrong(net, device):
+        return networks.rtd.GAE(gamma=0.5, lmbda=0.5, value_network=net)
+
+    monkeypatch.setattr(networks, "CONTENDERS", {**networks.CONTENDERS, "broken": broken, "wrong": wrong})
+    monkeypatch.delitem(networks.UPDATERS, "torchrl_compiled")  # minutes on a CPU
+    out = tmp_path / "networks.json"
+    cli.main(["networks", "--json", str(out), "--tiny", "--device", "cpu"])
+    result = json.loads(out.read_text())
+    assert result["complete"] and result["environment"]["torch"] and "| cnn |" in capsys.readouterr().out
+    noted = {row["contender"]: row["note"] for row in result["rows"] if row["note"]}
+    assert set(noted) == {"broken", "wrong"}
+    assert noted["broken"].startswith("OutOfMemoryError") and noted["wrong"].startswith("Wrong")
+    timed = [row for row in result["rows"] if not row["note"]]
+    assert len(timed) == 2 * 6 + 2 and all(row["ms"] > 0 for row in timed)
+    assert all(0 < row["share"] < 1 for row in timed if row["part"] == "update")
+    cli.main(["plot", str(out), "--out", str(tmp_path)])
+    assert (tmp_path / "networks.png").exists()
