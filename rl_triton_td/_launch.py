@@ -377,17 +377,64 @@ _recording = threading.local()  # .launches: a list while a call is watched
 _TENSOR = object()  # stands for a tensor among the constants of a call
 
 
-def remembered(function):
-    """Remember the launch that a call came to, and do only that where arguments are laid out the same again.
+def remembers() -> bool:
+    """Whether launches are remembered now: not while tracing, without a GPU, or inside a call that is watched."""
+    return (
+        _forced_tile is None
+        and not torch.compiler.is_compiling()
+        and torch.cuda.is_initialized()
+        and getattr(_recording, "launches", None) is None
+    )
 
-    Remembered is what a call depends on but the data: numbers by value; dtype, device, shape, strides and alignment of
-    tensors. A call that did more than one launch on its own arguments and new outputs is never remembered.
+
+class Memory:
+    """Remembers the launch that a call came to, and does only that where the same call comes again.
+
+    Remembered is what a call depends on but the data: its constants; dtype, device, shape, strides and alignment of its
+    tensors. A call that did more than one launch on its own tensors and new outputs is never remembered.
     """
-    calls: dict[tuple, list[_Replay]] = {}
+
+    def __init__(self):
+        self.calls: dict[tuple, list[_Replay]] = {}
+
+    def __reduce__(self):  # a copy, or one from a file, starts afresh
+        return Memory, ()
+
+    def __call__(self, constants: list, tensors: list[Tensor], function, *args, **kwargs):
+        """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``."""
+        if not tensors or not tensors[-1].is_cuda:
+            return function(*args, **kwargs)
+        try:
+            replays = self.calls.setdefault(tuple(constants), [])
+        except TypeError:  # something unhashable, of which no launch comes
+            return function(*args, **kwargs)
+        pointers = [x.data_ptr() for x in tensors]
+        apart = _apart(pointers)
+        for replay in replays if apart else ():
+            if replay.fits(*tensors):
+                return replay(tensors, pointers)
+        _recording.launches = launches = []
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _recording.launches = None
+        replay = _Replay.of(launches, tensors, pointers, result) if apart else None
+        if replay is not None:
+            if len(self.calls) >= 1024:
+                self.calls.clear()
+            elif len(replays) >= 64:
+                replays.clear()
+            replays.insert(0, replay)
+        return result
+
+
+def remembered(function):
+    """``function`` with a :class:`Memory` of its calls."""
+    memory = Memory()
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling() or not torch.cuda.is_initialized() or _forced_tile is not None:
+        if not remembers():
             return function(*args, **kwargs)
         constants, tensors = [torch.is_grad_enabled(), len(args), *kwargs], []
         for given in (*args, *kwargs.values()):
@@ -400,30 +447,7 @@ def remembered(function):
                 tensors += (x for x in given if isinstance(x, Tensor))
             else:
                 constants.append(given)
-        if not tensors or not tensors[-1].is_cuda:
-            return function(*args, **kwargs)
-        try:
-            replays = calls.setdefault(tuple(constants), [])
-        except TypeError:  # something unhashable, of which no launch comes
-            return function(*args, **kwargs)
-        for replay in replays:
-            if replay.fits(*tensors):
-                pointers = [x.data_ptr() for x in tensors]
-                return replay(tensors, pointers) if _apart(pointers) else function(*args, **kwargs)
-        outer, found = getattr(_recording, "launches", None), []
-        _recording.launches = found
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            _recording.launches = outer
-        replay = _Replay.of(found, tensors, result)
-        if replay is not None:
-            if len(calls) >= 1024:
-                calls.clear()
-            elif len(replays) >= 64:
-                replays.clear()
-            replays.insert(0, replay)
-        return result
+        return memory(constants, tensors, function, *args, **kwargs)
 
     return call
 
@@ -448,9 +472,8 @@ class _Replay:
     """One launch, with the arguments that its sources come from."""
 
     @classmethod
-    def of(cls, launches, tensors, result):
-        pointers = [x.data_ptr() for x in tensors]
-        if len(launches) != 1 or not _apart(pointers):
+    def of(cls, launches, tensors, pointers, result):
+        if len(launches) != 1:
             return None
         plan, sources, outputs, initial = launches[0]
         if plan.compiled is None or plan.segments > 1:

@@ -29,6 +29,7 @@ from torchrl.objectives.value.advantages import ValueEstimatorBase, _call_actor_
 
 from . import functional as F
 from . import networks, specs
+from ._launch import Memory, remembers
 from .networks import next_key as _next
 
 __all__ = [
@@ -101,6 +102,7 @@ class _Step:
     mask: Tensor | None
     gamma: Tensor
     time_dim: int
+    beside: tuple[Tensor | None, ...]  # what :meth:`Estimator._beside` found
     fresh: dict[NestedKey, Tensor]  # made on the way, to be written with the results
 
 
@@ -119,9 +121,11 @@ def _called(forward):
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
         inner = forward if args and isinstance(args[0], TensorDictBase) else dispatched
-        skip = nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing)
-        with torch.set_grad_enabled(self.differentiable), skip:
-            return inner(self, *args, **kwargs)
+        with torch.set_grad_enabled(self.differentiable):
+            if self.skip_existing is None:
+                return inner(self, *args, **kwargs)
+            with set_skip_existing(self.skip_existing):
+                return inner(self, *args, **kwargs)
 
     return call
 
@@ -225,7 +229,7 @@ class Estimator(ValueEstimatorBase):
         ``mask``, ``bootstrap`` and ``truncated`` are used where they are found; once named here, they must be there.
         """
         super().set_keys(**kwargs)
-        self.__dict__["_written"] = None
+        self.__dict__["_written"] = self.__dict__["_recalled"] = None
         self.__dict__["_named"] = self._named | ({"mask", "bootstrap", "truncated", "ratio"} & set(kwargs))
 
     @property
@@ -250,11 +254,13 @@ class Estimator(ValueEstimatorBase):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        selected = self.__dict__.get("_out_keys_apparent") or self.__dict__.get("_written")
-        if selected is None:
-            selected = [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
-            self.__dict__["_written"] = selected
-        return list(selected)
+        return list(self.__dict__.get("_out_keys_apparent") or self._all_out_keys())
+
+    def _all_out_keys(self) -> list[NestedKey]:
+        """Keys of ``writes``."""
+        if self.__dict__.get("_written") is None:
+            self.__dict__["_written"] = [unravel_key(getattr(self.tensor_keys, name)) for name in self.writes]
+        return self.__dict__["_written"]
 
     @out_keys.setter
     def out_keys(self, selected: list[NestedKey]) -> None:  # by select_out_keys and reset_out_keys
@@ -285,28 +291,83 @@ class Estimator(ValueEstimatorBase):
                 "Expected input tensordict to have at least one dimension, got "
                 f"tensordict.batch_size = {tensordict.batch_size}"
             )
-        step = self._read(tensordict, params, target_params, time_dim)
+        beside, selected = self._beside(tensordict), self.out_keys
+        situation = None
+        if params is None and target_params is None and remembers():
+            situation = self._situation(tensordict, time_dim, beside, selected)
+        if situation is None:
+            results = self._results(tensordict, params, target_params, time_dim, beside)
+        else:
+            results = self._memory(*situation, self._results, tensordict, None, None, time_dim, beside)
+        for key, result in zip(self._all_out_keys(), results, strict=True):
+            if key in selected and _entry(tensordict, key) is not result:
+                _write(tensordict, key, result)
+        return tensordict
+
+    def _results(self, tensordict, params, target_params, time_dim, beside):
+        """The results named in ``writes``, in the memory of the tensordict's entries if all of them fit."""
+        step = self._read(tensordict, params, target_params, time_dim, beside=beside)
         self._warn_of_seams(tensordict, step.done, step.mask, step.time_dim)
         like = step.reward if step.value is None else step.value
-        standardize = getattr(self, "average_gae", False) or getattr(self, "average_adv", False)
-        selected = self.out_keys
+        standardize = self._standardizes()
         existing = None
-        if len(selected) == len(self.writes) and not standardize and not _tracked(step):
-            found = tuple(_fitting(tensordict, key, like) for key in selected)
+        if len(self.out_keys) == len(self.writes) and not standardize and not _tracked(step):
+            found = tuple(_fitting(tensordict, key, like) for key in self.out_keys)
             existing = found if all(entry is not None for entry in found) else None
         results = self._compute(step, tensordict, existing)
         _keep(tensordict, step.fresh)
-        if existing is not None:
-            return tensordict
-        for name, result in zip(self.writes, results, strict=True):
-            key = unravel_key(getattr(self.tensor_keys, name))
-            if key not in selected:
-                continue
-            if name == "advantage" and standardize:
-                groups = self._group_ids(tensordict)
-                result = F.standardize(result, mask=step.mask, groups=groups, dim=self._pooled_dims(result))
-            _write(tensordict, key, result)
-        return tensordict
+        if standardize:
+            groups = self._group_ids(tensordict)
+            results = tuple(
+                F.standardize(result, mask=step.mask, groups=groups, dim=self._pooled_dims(result))
+                if name == "advantage"
+                else result
+                for name, result in zip(self.writes, results, strict=True)
+            )
+        return results
+
+    def _standardizes(self) -> bool:
+        return getattr(self, "average_gae", False) or getattr(self, "average_adv", False)
+
+    def _beside(self, tensordict: TensorDictBase) -> tuple[Tensor | None, ...]:
+        """What the estimator reads or evaluates apart from rewards, flags and values."""
+        return ()
+
+    # --------------------------------------------------------------------------------------------- launches remembered
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        self.__dict__["_recalled"] = None  # what was remembered of calls may not hold any more
+
+    def _situation(self, tensordict, time_dim, beside, selected):
+        """``(constants, tensors)`` that the results depend on, where they depend on nothing else; else ``None``."""
+        recalled = self.__dict__.get("_recalled")
+        if recalled is None:
+            recalled = self.__dict__["_recalled"] = self._recalled_keys()
+            self.__dict__["_memory"] = Memory()
+        after = _entry(tensordict, "next")
+        if not recalled or type(tensordict) is not TensorDict or type(after) is not TensorDict:
+            return None
+        here, there = recalled
+        entries = [_own(tensordict, key) for key in selected]
+        for data, keys in ((tensordict, here), (after, there)):
+            entries += [data._get_str(key, None) if type(key) is str else _entry(data, key) for key in keys]
+        entries += beside
+        tensors = [*self._buffers.values(), *(x for x in entries if x is not None)]
+        if not all(isinstance(x, Tensor) for x in tensors):
+            return None
+        names = tuple(tensordict.names) if tensordict._has_names() else None
+        constants = [torch.is_grad_enabled(), time_dim, tensordict.batch_dims, names, len(selected)]
+        return constants + [x is None for x in entries], tensors
+
+    def _recalled_keys(self):
+        """Entries that are read from the rollout and from what comes next; nothing where results depend on more."""
+        averages = self._standardizes() or getattr(self, "average_rewards", False)
+        if self.value_network is not None or averages:
+            return ()
+        keys = self.tensor_keys
+        here = (keys.value, keys.bootstrap, keys.mask, keys.steps_to_next_obs, "shifted_valid")
+        return here, (keys.reward, keys.done, keys.terminated, keys.truncated, keys.value)
 
     def value_estimate(
         self,
@@ -356,7 +417,7 @@ class Estimator(ValueEstimatorBase):
             f"{type(self).__name__} reads {key!r}, which the tensordict lacks. It holds {entries}."
         )
 
-    def _read(self, tensordict, params, target_params, time_dim, next_value=None, required=True) -> _Step:
+    def _read(self, tensordict, params, target_params, time_dim, next_value=None, required=True, beside=None) -> _Step:
         keys, named = self.tensor_keys, self._named
         after = _entry(tensordict, "next")
         reward = None if after is None else _entry(after, keys.reward)
@@ -405,6 +466,7 @@ class Estimator(ValueEstimatorBase):
             None if mask is None else _lead(mask, like),
             self._for_each_agent(gamma, like, dims) if gamma.ndim else gamma,
             time_dim,
+            self._beside(tensordict) if beside is None else beside,
             fresh,
         )
 
@@ -618,7 +680,9 @@ def _tracked(step: _Step) -> bool:
 def _write(tensordict: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """Into the entry's own memory where it fits, as a new entry otherwise."""
     entry = None if value.requires_grad else _fitting(tensordict, key, value)
-    if entry is None:
+    if entry is None and type(tensordict) is TensorDict and isinstance(key, str):
+        tensordict._set_str(key, value, inplace=False, validated=True)  # it has the shape of other entries
+    elif entry is None:
         tensordict.set(key, value)
     elif entry is not value:
         entry.copy_(value)
@@ -664,7 +728,7 @@ class GAE(Estimator, torchrl_value.GAE):
 
     def _compute(self, step, tensordict, out):
         if self.auto_reset_env:
-            step = self._continue_from_own_value(step, tensordict)
+            step = self._continue_from_own_value(step, tensordict.batch_dims)
         return F.generalized_advantage_estimate(
             step.gamma,
             self._hyper("lmbda", step.reward),
@@ -679,13 +743,18 @@ class GAE(Estimator, torchrl_value.GAE):
             out=out,
         )
 
-    def _continue_from_own_value(self, step, tensordict):
-        """Where the next state of a truncated step is the reset one, its own value stands in for the continuation."""
+    def _beside(self, tensordict):
+        if not self.auto_reset_env:
+            return ()
         key = _next(self.tensor_keys.truncated)
-        truncated = tensordict.get(key, None)
+        truncated = _entry(tensordict, key)
         if truncated is None:
             raise self._missing(key, tensordict)
-        truncated = self._for_each_agent(truncated, step.value, tensordict.batch_dims).bool()
+        return (truncated,)
+
+    def _continue_from_own_value(self, step, batch_dims):
+        """Where the next state of a truncated step is the reset one, its own value stands in for the continuation."""
+        truncated = self._for_each_agent(step.beside[0], step.value, batch_dims).bool()
         if step.terminated is not None:
             truncated = truncated & ~step.terminated.bool()
         reward = torch.where(truncated, step.reward + step.gamma * step.value, step.reward)
@@ -826,15 +895,19 @@ class VTrace(Estimator, torchrl_value.VTrace):
             *getattr(actor, "dist_sample_keys", ()),
         ]
 
-    def _compute(self, step, tensordict, out):
+    def _beside(self, tensordict):
         log_mu = _maybe_get_or_select(tensordict, self.tensor_keys.sample_log_prob)
         if log_mu is None:
             raise self._missing(self.tensor_keys.sample_log_prob, tensordict)
         if is_tensor_collection(log_mu):
             log_mu = log_mu.sum(dim="feature", reduce=True)
+        return self._log_pi(tensordict), log_mu
+
+    def _compute(self, step, tensordict, out):
+        log_pi, log_mu = step.beside
         return F.vtrace_advantage_estimate(
             step.gamma,
-            _as_value(self._log_pi(tensordict), step.value),
+            _as_value(log_pi, step.value),
             _as_value(log_mu, step.value),
             step.value,
             step.next_value,
@@ -1011,16 +1084,24 @@ class RetraceEstimator(Estimator):
         greedy = torch.nn.functional.one_hot(action_values.argmax(-1), actions).to(action_values.dtype)
         return greedy * (1 - self.epsilon) + self.epsilon / actions
 
-    def _compute(self, step, tensordict, out):
-        keys = self.tensor_keys
-        log_pi = self.__dict__.pop("_log_pi", None)
-        if log_pi is None and self.trace != "q_lambda":
-            log_pi = tensordict.get(keys.log_pi, None)
+    def _beside(self, tensordict):
+        keys, log_pi = self.tensor_keys, None
+        if self.value_network is None and self.trace != "q_lambda":
+            log_pi = _entry(tensordict, keys.log_pi)
             if log_pi is None:
                 raise self._missing(keys.log_pi, tensordict)
-        log_mu = tensordict.get(keys.sample_log_prob, None)
+        log_mu = _entry(tensordict, keys.sample_log_prob)
         if log_mu is None and self.trace in ("retrace", "importance_sampling"):
             raise self._missing(keys.sample_log_prob, tensordict)
+        return log_pi, log_mu
+
+    def _recalled_keys(self):
+        found = super()._recalled_keys()
+        return found and (found[0], (*found[1], self.tensor_keys.state_value))
+
+    def _compute(self, step, tensordict, out):
+        log_pi, log_mu = step.beside
+        log_pi = self.__dict__.pop("_log_pi", log_pi)
         return F.retrace_lambda_advantage_estimate(
             step.gamma,
             self._hyper("lmbda", step.reward),
@@ -1116,7 +1197,7 @@ class _ForwardEstimator(Estimator):
 
     def _entry(self, name, tensordict, required=False):
         key = getattr(self.tensor_keys, name)
-        entry = tensordict.get(key, None)
+        entry = _entry(tensordict, key)
         if entry is None and (required or name in self._named):
             raise self._missing(key, tensordict)
         return entry
@@ -1124,26 +1205,38 @@ class _ForwardEstimator(Estimator):
     @_called
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write the result into the tensordict and return it; ``time_dim`` overrides the module's."""
+        selected = self.out_keys
+        situation = self._situation(tensordict, time_dim, (), selected) if remembers() else None
+        if situation is None:
+            result = self._result(tensordict, time_dim)
+        else:
+            result = self._memory(*situation, self._result, tensordict, time_dim)
+        (written,) = selected
+        if _entry(tensordict, written) is not result:
+            _write(tensordict, written, result)
+        return tensordict
+
+    def _result(self, tensordict, time_dim):
         x = self._entry(self.reads, tensordict, required=True)
         key = _next(self.tensor_keys.done)
-        done = tensordict.get(key, None)
+        done = _entry(tensordict, key)
         if done is None:
             raise self._missing(key, tensordict)
         mask, time_dim = self._entry("mask", tensordict), self._get_time_dim(time_dim, tensordict)
         self._warn_of_seams(tensordict, done, mask, time_dim)
         (written,) = self.out_keys
-        entry = None if x.requires_grad and torch.is_grad_enabled() else _fitting(tensordict, written, x)
-        result = self._run(
+        return self._run(
             x,
             done,
             mask=mask,
             time_dim=time_dim,
-            out=entry,
+            out=None if x.requires_grad and torch.is_grad_enabled() else _fitting(tensordict, written, x),
             **{name: self._entry(name, tensordict, name in self.beside) for name in (*self.beside, *self.optional)},
         )
-        if entry is None:
-            _write(tensordict, written, result)
-        return tensordict
+
+    def _recalled_keys(self):
+        names = (self.reads, "mask", *self.beside, *self.optional)
+        return tuple(getattr(self.tensor_keys, name) for name in names), (self.tensor_keys.done,)
 
     def value_estimate(self, *args, **kwargs):
         raise NotImplementedError(f"{type(self).__name__} estimates no value.")
