@@ -376,6 +376,8 @@ def remembered(function):
             if replay.fits(*tensors):
                 pointers = [x.data_ptr() for x in tensors]
                 return replay(tensors, pointers) if _apart(pointers) else function(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
         outer, found = getattr(_recording, "launches", None), []
         _recording.launches = found
         try:
@@ -392,6 +394,12 @@ def remembered(function):
         return result
 
     return call
+
+
+def not_remembered() -> None:
+    """What is being done is more than a launch: the call that it is part of is not remembered."""
+    if (launches := getattr(_recording, "launches", None)) is not None:
+        launches.append(None)
 
 
 def _apart(pointers) -> bool:
