@@ -326,8 +326,8 @@ def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, c
                 tensors.append(entry)
         places.append(place)
     tracked = ()
+    transformed = torch._C._are_functorch_transforms_active()  # what it wraps may be tracked and does not say so
     if torch.is_grad_enabled():
-        transformed = torch._C._are_functorch_transforms_active()  # what it wraps may be tracked and does not say so
         tracked = tuple(
             k
             for k, x in enumerate(entries)
@@ -338,9 +338,11 @@ def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, c
         return None
     name = f"{spec.name}+" if saved else spec.name
     asked = [*outputs, *(DTYPES.index(compute) if kept else -1 for kept in saved)]
-    made = torch.ops.rl_triton_td.evaluate(
-        name, tensors, places, asked, list(order), time_dim, behind, compute == torch.float64
-    )
+    layout = (places, asked, list(order), time_dim, behind, compute == torch.float64)
+    if transformed:
+        made = _Transformed.apply(name, *layout, *tensors)
+    else:
+        made = torch.ops.rl_triton_td.evaluate(name, tensors, *layout)
     return tuple(_spread(made, [o >= 0 for o in asked])[: len(outputs)])
 
 
@@ -406,26 +408,27 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
 
 
 @torch.library.register_vmap("rl_triton_td::evaluate")
-def _(info, in_dims, name, tensors, places, outputs, order, time_dim, behind, double):
-    size, batched = info.batch_size, []
-    ndim = len(order) + 1
-    for k, (x, dim) in enumerate(zip(tensors, in_dims[1], strict=True)):
-        if dim is not None:
-            x = x.movedim(dim, 0)
-            if x.ndim == 1 and k != places[-1]:  # a number for each of the batch
-                x = x.view(size, *(1,) * (ndim - 1)).expand(size, *_shape(tensors, in_dims))
-        elif x.ndim or k == places[-1]:
-            x = x.expand(size, *x.shape)
-        batched.append(x)
-    order = [0, *(dim + 1 for dim in order)]
-    made = torch.ops.rl_triton_td.evaluate(name, batched, places, outputs, order, time_dim + 1, behind, double)
+def _(info, in_dims, name, tensors, *layout):
+    tensors, layout = _batched(info.batch_size, in_dims[1], tensors, layout)
+    made = torch.ops.rl_triton_td.evaluate(name, tensors, *layout)
     return made, [0] * len(made)
 
 
-def _shape(tensors, in_dims):
-    """The shape of the outputs, within a batch."""
-    dim = in_dims[1][0]
-    return tensors[0].shape if dim is None else tensors[0].movedim(dim, 0).shape[1:]
+def _batched(size, in_dims, tensors, layout):
+    """The operator's tensors with a batch of ``size`` as the outermost dimension of all but shared numbers."""
+    places, outputs, order, time_dim, behind, double = layout
+    shape, batched = tensors[0].shape, []
+    if in_dims[0] is not None:
+        shape = tensors[0].movedim(in_dims[0], 0).shape[1:]
+    for place, (x, dim) in enumerate(zip(tensors, in_dims, strict=True)):
+        is_number = x.ndim == (dim is not None) and place != places[-1]
+        if dim is not None:
+            x = x.movedim(dim, 0)
+            x = x.view(size, *(1,) * len(shape)).expand(size, *shape) if is_number else x
+        elif not is_number:
+            x = x.expand(size, *x.shape)
+        batched.append(x)
+    return batched, (places, outputs, [0, *(d + 1 for d in order)], time_dim + 1, behind, double)
 
 
 def _save(ctx, inputs, output):
@@ -435,7 +438,8 @@ def _save(ctx, inputs, output):
     ctx.compute = torch.float64 if double else torch.float32
     ctx.wanted = tuple(o >= 0 for o in outputs)
     ctx.kinds = [(x.dtype, x.ndim) for x in tensors]
-    tracked = [k for k, place in enumerate(ctx.places) if place >= 0 and tensors[place].requires_grad]
+    transformed = torch._C._are_functorch_transforms_active()
+    tracked = [k for k, p in enumerate(ctx.places) if p >= 0 and (transformed or tensors[p].requires_grad)]
     read = rule.read(tracked, ctx.wanted)
     solution = [None] * len(rule.saved)
     if name.endswith("+"):
@@ -461,13 +465,14 @@ def _spread(made, wanted) -> list:
     return [next(made) if w else None for w in wanted]
 
 
-def _adjoint(ctx, grads):
+def _adjoint(ctx, grads, needed):
+    """Of each of the operator's tensors, the gradient or ``None``."""
     rule, saved = ctx.rule, ctx.saved_tensors
     spec, first = rule.original, rule.saved.stop
     grads = _spread(grads, ctx.wanted)
     entries = [None if place < 0 else saved[place] for place in ctx.kept]
     entries[first : first + len(grads)] = grads
-    tracked = [k for k, place in enumerate(ctx.places) if place >= 0 and ctx.needs_input_grad[1][place]]
+    tracked = [k for k, place in enumerate(ctx.places) if place >= 0 and needed[place]]
     asked = rule.asked(tracked, [g is not None for g in grads])
     numbers = {k for k, place in enumerate(ctx.places) if place >= 0 and not ctx.kinds[place][1]}
     outputs = [-1] * len(rule.sources)
@@ -489,7 +494,7 @@ def _adjoint(ctx, grads):
         elif k == HEAD.index("bootstrap") and ctx.behind:
             part = _only_last(part, last, ctx.time_dim)
         total[place] = _moved(total[place], part, shift, ctx.time_dim)
-    return None, total, None, None, None, None, None, None
+    return total
 
 
 def _moved(total, part, shift, dim):
@@ -520,7 +525,35 @@ def _only_last(x, last, dim):
     return torch.where(last != 0, x, 0)
 
 
-torch.library.register_autograd("rl_triton_td::evaluate", _adjoint, setup_context=_save)
+def _backward(ctx, grads):
+    return None, _adjoint(ctx, grads, ctx.needs_input_grad[1]), None, None, None, None, None, None
+
+
+torch.library.register_autograd("rl_triton_td::evaluate", _backward, setup_context=_save)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator where a transform of :mod:`torch.func` follows it; gradients registered for an operator refuse."""
+
+    @staticmethod
+    def forward(name, places, outputs, order, time_dim, behind, double, *tensors):
+        layout = (places, outputs, order, time_dim, behind, double)
+        return tuple(torch.ops.rl_triton_td.evaluate(name, list(tensors), *layout))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        name, *layout = inputs[:7]
+        _save(ctx, (name, inputs[7:], *layout), output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return (None,) * 7 + tuple(_adjoint(ctx, grads, ctx.needs_input_grad[7:]))
+
+    @staticmethod
+    def vmap(info, in_dims, name, *arguments):
+        tensors, layout = _batched(info.batch_size, in_dims[7:], arguments[6:], arguments[:6])
+        made = _Transformed.apply(name, *layout, *tensors)
+        return made, (0,) * len(made)
 
 
 def _solve(u, w, initial, reverse):
