@@ -143,6 +143,7 @@ class Estimator(ValueEstimatorBase):
         super().__init__(value_network=value_network, **kwargs)
         if keys:
             self.set_keys(**keys)
+        _ = self.out_keys  # made at first use: within a compiled call, that would be a reason to compile the next anew
 
     def _register(self, **hypers: float | Tensor) -> None:
         """Keep discounts and thresholds in buffers, as TorchRL's classes do."""

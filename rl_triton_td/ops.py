@@ -134,9 +134,15 @@ def evaluate(
     return tuple(r if o is None or o is True else o.copy_(r) for r, o in zip(results, out, strict=True))
 
 
-def _order(x: Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost; an expanded one is outermost."""
-    return x.dim_order()
+def _order(x: Tensor) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost, sorted by comparisons, which can be traced."""
+    order: list[int] = []
+    for dim in range(x.ndim):
+        at = dim
+        while at and x.stride(order[at - 1]) < x.stride(dim):
+            at -= 1
+        order.insert(at, dim)
+    return order
 
 
 def _as_tensor(hyper, dtype, device):
@@ -326,7 +332,8 @@ def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, c
                 tensors.append(entry)
         places.append(place)
     tracked = ()
-    transformed = torch._C._are_functorch_transforms_active()  # what it wraps may be tracked and does not say so
+    # what a transform wraps may be tracked and does not say so
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     if torch.is_grad_enabled():
         tracked = tuple(
             k
@@ -338,7 +345,7 @@ def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, c
         return None
     name = f"{spec.name}+" if saved else spec.name
     asked = [*outputs, *(DTYPES.index(compute) if kept else -1 for kept in saved)]
-    layout = (places, asked, list(order), time_dim, behind, compute == torch.float64)
+    layout = (places, asked, order, time_dim, behind, compute == torch.float64)
     if transformed:
         made = _Transformed.apply(name, *layout, *tensors)
     else:
