@@ -1,5 +1,6 @@
 """Gradients of every estimator: against finite differences and loops under autograd, and what they stay clear of."""
 
+import functools
 import json
 import linecache
 import subprocess
@@ -23,6 +24,7 @@ every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 WITH_VALUES = [
     n for n, (_, _, entries, _) in ESTIMATORS.items() if "next_state_value" in entries and "retrace" not in n
 ]
+FEW = ("gae", "gae_two_lambdas", "td0_advantage", "vtrace", "retrace_retrace", "eligibility_trace", "recurrence")
 N, T = 2, 4
 
 
@@ -55,7 +57,8 @@ def check(name, args, check_with=gradcheck, lay=rows, **kwargs):
     tracked = [k for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
     leaves = [args[k].clone().requires_grad_() for k in tracked]
     function = ESTIMATORS[name][0]
-    assert check_with(lambda *given: function(**args | dict(zip(tracked, given, strict=True)), **kwargs), leaves)
+    call = functools.partial(function, **kwargs)
+    assert check_with(lambda *given: call(**args | dict(zip(tracked, given, strict=True))), leaves, fast_mode=True)
 
 
 def with_hypers(name, x, form, **changes):
@@ -131,7 +134,7 @@ def test_gradcheck_from_action_values(trace):
 def test_gradgradcheck(name, masked):
     x = rollout(1, 3, seed=46, done=0.3)
     args = with_hypers(name, x, "number", **({"mask": x["mask"]} if masked else {}))
-    check(name, args, lambda call, leaves: gradgradcheck(call, leaves, gen_non_contig_grad_outputs=True))
+    check(name, args, functools.partial(gradgradcheck, gen_non_contig_grad_outputs=True))
 
 
 def test_second_derivatives_where_the_decay_is_zero():
@@ -194,7 +197,7 @@ def loop_vtrace(x, gamma, lmbda):
 
 
 @pytest.mark.parametrize("layout", [rows, time_major], ids=["rows", "time-major"])
-@pytest.mark.parametrize("steps", [1, 9, 40])
+@pytest.mark.parametrize("steps", [1, 30])
 def test_gae_like_a_loop_under_autograd(steps, layout, device):
     names = ("reward", "state_value", "bootstrap", "gammas", "lambdas")
     x = rollout(3, steps, seed=48)
@@ -218,7 +221,7 @@ def test_gae_like_a_loop_under_autograd(steps, layout, device):
 
 
 @pytest.mark.parametrize("layout", [rows, time_major], ids=["rows", "time-major"])
-@pytest.mark.parametrize("steps", [1, 9, 40])
+@pytest.mark.parametrize("steps", [1, 30])
 def test_vtrace_like_a_loop_under_autograd(steps, layout, device):
     names = ("reward", "state_value", "next_state_value", "log_pi", "log_mu", "gammas", "lambdas")
     x = rollout(3, steps, seed=49)
@@ -250,8 +253,8 @@ def test_vtrace_like_a_loop_under_autograd(steps, layout, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_single_precision_like_double(name, masked, dtype, device):
     """The gradient on the device, in its own dtype, against that of float64 on the CPU."""
-    if INTERPRET and (masked or dtype != torch.float32):
-        pytest.skip("one of them is enough for the interpreter")
+    if INTERPRET and (masked or dtype != torch.float32 or name not in FEW):
+        pytest.skip("a few are enough for the interpreter")
     x = rollout(3, 33, seed=50, dtype=dtype)
     args = with_hypers(name, x, "number", **({"mask": x["mask"]} if masked else {}))
     wanted = gradients(name, {k: v.double() if is_number(v) else v for k, v in args.items()}, "cpu")
@@ -284,6 +287,8 @@ TILES = [Tile(1, 16, 1), Tile(4, 16, 1), Tile(2, 32, 1, 3), Tile(1, 16, 1, 100)]
 def test_every_tile_gives_the_same_gradient(name, tile, device):
     if device == "cpu" and not INTERPRET:
         pytest.skip("the CPU path has no tiles")
+    if INTERPRET and (name not in ("gae", "vtrace") or tile is TILES[0]):
+        pytest.skip("a few are enough for the interpreter")
     x = rollout(3, 70, seed=52, dtype=torch.float32)
     args = with_hypers(name, x, "number", mask=x["mask"])
     wanted = gradients(name, {k: v.double() if is_number(v) else v for k, v in args.items()}, device)
@@ -303,8 +308,8 @@ def test_a_bad_number_stays_in_the_gradients_of_its_episode(name, bad, device):
     """Entries, and the gradient that comes in, are bad in one episode."""
     if name.startswith("recurrence"):
         pytest.skip("no episodes")
-    if INTERPRET and bad == torch.inf:
-        pytest.skip("one of them is enough for the interpreter")
+    if INTERPRET and (bad == torch.inf or name not in FEW):
+        pytest.skip("a few are enough for the interpreter")
     x = rollout(3, 24, seed=53, done=0.25)
     number = x["done"].long().cumsum(1) if name == "prefix_sum_starts_at" else episodes(x["done"])
     at = number == number[:, 12:13]
