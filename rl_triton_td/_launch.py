@@ -19,6 +19,7 @@ from .specs import Spec
 INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
 SHARED_MEMORY = 128 * 1024  # bytes of tiles under way that a pipelined loop may keep there
+CROWDED = 18  # tensors, from where a tile of 4096 elements spills
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -39,6 +40,7 @@ def tile_plan(
     time_contiguous: bool,
     *,
     exclusive: bool = False,
+    tensors: int = 0,
     actions: int = 0,
     multiprocessors: int = 132,
 ) -> Tile:
@@ -46,6 +48,7 @@ def tile_plan(
 
     Args:
         exclusive: every step's solution and its successor's are held at once.
+        tensors: how many have an element for every step; more than :data:`CROWDED` leave registers for short tiles.
         actions: how many values stand for one step.
     """
     stages = 3 if not actions else 1
@@ -54,7 +57,7 @@ def tile_plan(
         block_t = min(_power_of_2(steps), elements)
         block_n, warps = min(_power_of_2(rows), elements // block_t), 8
     elif time_contiguous:
-        block_t = min(_power_of_2(steps), 4096 if steps <= 4096 else 1024)
+        block_t = min(_power_of_2(steps), 4096 if steps <= 4096 and tensors <= CROWDED else 1024)
         block_n = min(_power_of_2(rows), max(1, 1024 // block_t))
         warps = min(block_n * block_t // 128, 16 if exclusive else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
@@ -146,6 +149,7 @@ class _Launch:
             steps,
             time_contiguous,
             exclusive=exclusive,
+            tensors=len(tensors),
             actions=actions,
             multiprocessors=_multiprocessors(device),
         )

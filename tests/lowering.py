@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from rl_triton_td import _scan, specs
+from rl_triton_td import _scan, adjoint, specs
 from rl_triton_td._launch import HEAD, tile_plan
 
 CAPABILITY = 90
@@ -47,7 +47,6 @@ def lower(spec, rows, steps, time_contiguous=True, *, masked=False, summarise=Fa
     A masked variant also has no dense next values and a tile for every hyper: all that a tile can hold.
     """
     exclusive = bool(spec.looks_ahead) and not summarise
-    tile = tile_plan(rows, steps, time_contiguous, exclusive=exclusive, actions=actions)
     number, flag = torch.empty(1), torch.empty(1, dtype=torch.bool)
     head = dict.fromkeys(HEAD)
     if spec.transition:
@@ -59,6 +58,9 @@ def lower(spec, rows, steps, time_contiguous=True, *, masked=False, summarise=Fa
         head |= {"action": torch.empty(1, dtype=torch.int64), "next_policy": number}
     sources = [*head.values(), *(flag if is_flag else number for is_flag in spec.flags)]
     sources += [number if masked else 0.9 for _ in spec.hypers]
+    outputs = (number,) * (2 * spec.recurrences if summarise else len(spec.outputs))
+    tensors = sum(isinstance(x, torch.Tensor) for x in (*sources, *(() if summarise else outputs)))
+    tile = tile_plan(rows, steps, time_contiguous, exclusive=exclusive, tensors=tensors, actions=actions)
     aligned = 16 if time_contiguous and steps % 16 == 0 else 1
     strides = (steps // aligned, None, None, 1) if time_contiguous else (1, None, None, rows // 16)
     layouts = [(0, 1 if time_contiguous else 16)] * (len(sources) + len(spec.outputs))
@@ -67,7 +69,6 @@ def lower(spec, rows, steps, time_contiguous=True, *, masked=False, summarise=Fa
         strides = (steps * actions // 16, None, None, actions // width, *strides)
         wide = (HEAD.index("next_value"), HEAD.index("next_policy"), *(len(HEAD) + i for i in (1, 2, 3, 5)))
         layouts = [(0, width) if i in wide else (1, 1) for i in range(len(layouts))]
-    outputs = (number,) * (2 * spec.recurrences if summarise else len(spec.outputs))
     folds = tile.segments > 1 and spec.recurrences and not summarise
     compiled = _scan.scan_kernel.warmup(
         tuple(sources),
@@ -130,8 +131,19 @@ SHAPES = [(32768, 8), (4096, 128), (65536, 256), (4096, 2048), (512, 4096), (819
 
 
 def variants():
-    """Every spec at every kind of tile that the plan has."""
-    for spec in tuple(specs.SPECS.values()):
+    """Every spec at every kind of tile that the plan has; fewer of the derived ones, which ask for every gradient."""
+    given = tuple(specs.SPECS.values())
+    for spec in given:
+        derived = adjoint.adjoint(spec).spec
+        yield lower(derived, 4096, 128)
+        yield lower(derived, 512, 4096)
+        yield lower(derived, 65536, 256, False)
+        yield lower(derived, 4096, 4096, masked=True)
+        if spec in (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE):
+            yield lower(derived, 1, 10**6)
+            yield lower(derived, 1, 10**6, summarise=True)
+            yield lower(adjoint.saving(spec), 4096, 4096, masked=True)
+    for spec in given:
         for rows, steps in SHAPES:
             yield lower(spec, rows, steps)
             if tile_plan(rows, steps, True).segments > 1 and spec.recurrences:
