@@ -48,11 +48,12 @@ class Row:
     rl_triton: Callable | None = None  # (rl_triton, entries as [N, T]) -> call
     peer: str = ""  # rl-triton's row of the same inputs
     differs: tuple[str, ...] = ()  # outputs that rl-triton defines otherwise
+    leaves: str = ""  # the row is the backward pass of the function: entries whose gradients are its outputs
 
     @property
     def forward(self) -> bool:
         """Whether time runs forward."""
-        return self.outputs[0] in ("trace", "total", "x")
+        return self.outputs[0] in ("trace", "total", "x") or bool(self.leaves)
 
     def arguments(self, d: dict) -> dict:
         """Of the function: hypers, entries, and ``next_state_value=None`` where it has to be said."""
@@ -107,7 +108,7 @@ def entries(row: Row, N, T, layout="rows", dtype=torch.float32, device="cpu", se
 
 def like(d):
     """The entry whose dtype and layout the outputs have."""
-    names = ("state_value", "next_state_value", "action_value", "reward", "gradient", "alpha", "x")
+    names = ("state_value", "next_state_value", "action_value", "reward", "gradient", "alpha", "x", "grad_advantage")
     return next(d[name] for name in names if name in d)
 
 
@@ -334,6 +335,9 @@ ROWS = {
         _gae("gae_truncated", reads="state_value reward done terminated bootstrap", rl_triton=rlt_gae,
              peer="gae_trunc"),
         _gae("gae_masked", reads=_DENSE + " mask", scan=None),
+        _gae("gae_backward", reads="done terminated grad_advantage grad_value_target", reference="gae_backward",
+             outputs=("grad_state_value", "grad_next_state_value", "grad_reward"), scan=None, module=None,
+             leaves="state_value next_state_value reward"),
         _return("td0", function="td0_return_estimate", reference="td0_return", hypers={"gamma": GAMMA},
                 reads="next_state_value reward terminated", scan=td0_scan,
                 module=partial(rtd.TD0Estimator, gamma=GAMMA, value_network=None)),
@@ -394,14 +398,28 @@ def _constant(call):
     return (lambda _: call()), (lambda: None)
 
 
-def _ours(row, d, out=False):
+def _call(row, function, d):
+    """Of the function, or of its backward pass; the numbers at which that one starts play no part."""
     given = row.arguments(d)
-    if out:
-        outputs = empty_outputs(row, d)
-        given["out"] = outputs if len(outputs) > 1 else outputs[0]
-        if row.name == "retrace_from_action_values":
-            raise Unavailable("takes no out")
+    if not row.leaves:
+        return _constant(partial(function, **given))
+    incoming = [given.pop(name) for name in row.reads.split() if name.startswith("grad_")]
+    leaves = {name: torch.zeros_like(like(d)).requires_grad_() for name in row.leaves.split()}
+
+    def fresh():
+        return function(**given, **leaves)
+
+    return (lambda outputs: torch.autograd.grad(outputs, tuple(leaves.values()), incoming)), fresh
+
+
+def _ours(row, d, out=False):
     function = getattr(F, row.function)
+    if not out:
+        return _call(row, function, d)
+    if row.leaves or row.name == "retrace_from_action_values":
+        raise Unavailable("takes no out")
+    outputs, given = empty_outputs(row, d), row.arguments(d)
+    given["out"] = outputs if len(outputs) > 1 else outputs[0]
     return _constant(partial(function, **given))
 
 
@@ -424,7 +442,7 @@ def _torchrl(row, d, prefix=""):
         raise Unavailable("TorchRL has no such function")
     if not prefix and like(d).shape[1] > 4096:
         raise Unavailable("more than 4096 steps in Python")
-    return _constant(partial(function, **row.arguments(d)))
+    return _call(row, function, d)
 
 
 @lru_cache(maxsize=1)  # the inputs of a case share a compiled function; the next case starts afresh

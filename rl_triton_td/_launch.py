@@ -20,6 +20,7 @@ INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
 SHARED_MEMORY = 128 * 1024  # bytes of tiles under way that a pipelined loop may keep there
 GROUP = 4  # neighbouring steps that a thread reads at once
+CROWDED = 48  # bytes of a step, from where longer tiles spill
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -62,7 +63,8 @@ def tile_plan(
         if steps > 4096:
             block_t = 1024 if steps <= 2**19 else 2048
         else:  # a row in one piece, unless that is more than lies well in registers
-            block_t = min(_power_of_2(steps), 512 if masked or (exclusive and steps > 2048) else 4096)
+            crowded = masked or (exclusive and steps > 2048) or step_bytes > CROWDED
+            block_t = min(_power_of_2(steps), 512 if crowded else 4096)
         block_n = min(_power_of_2(rows), max(1, 1024 // block_t)) if steps <= block_t else 1
         warps = block_n * block_t // (128 if exclusive or masked or block_t <= 128 else 256)
         warps = min(max(warps, 4), 16 if exclusive else 8)
@@ -383,6 +385,7 @@ def remembers() -> bool:
         _forced_tile is None
         and not torch.compiler.is_compiling()
         and torch.cuda.is_initialized()
+        and not torch._C._are_functorch_transforms_active()
         and getattr(_recording, "launches", None) is None
     )
 
@@ -450,6 +453,12 @@ def remembered(function):
         return memory(constants, tensors, function, *args, **kwargs)
 
     return call
+
+
+def not_remembered() -> None:
+    """What is being done is more than a launch: the call that it is part of is not remembered."""
+    if (launches := getattr(_recording, "launches", None)) is not None:
+        launches.append(None)
 
 
 def _apart(pointers) -> bool:

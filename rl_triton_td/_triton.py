@@ -1,8 +1,8 @@
 """Triton, or its absence: the one module that knows whether Triton is installed and where it runs.
 
-Coefficient functions are written once, in the arithmetic that Triton and PyTorch share. :func:`as_torch` rebinds the
-name ``tl`` of such a function (and of the functions it calls) to :class:`torch_language`, so that the CPU path and
-the differentiable path evaluate the very expression that the GPU kernel evaluates.
+Coefficient functions are written once, in the arithmetic that Triton and PyTorch share. :func:`read_in` rebinds the
+name ``tl`` of such a function (and of the functions it calls): to :class:`torch_language`, so that the CPU path
+evaluates the very expression that the GPU kernel evaluates, or to a language of symbols, to derive gradients.
 """
 
 from __future__ import annotations
@@ -52,20 +52,19 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 @functools.cache
-def as_torch(fn: Callable) -> FunctionType:
-    """The PyTorch reading of a coefficient function.
+def read_in(language: type, fn: Callable) -> FunctionType:
+    """A coefficient function whose ``tl`` is ``language``; a helper that the language has itself is taken from there.
 
-    It lives in a twin of the function's module, where ``tl`` is :class:`torch_language`: ``torch.compile`` looks names
-    up by module.
+    It lives in a twin of the function's module: ``torch.compile`` looks names up by module.
     """
     python = getattr(fn, "fn", fn)
-    name = f"{python.__module__}.as_torch"
-    twin = sys.modules.setdefault(name, ModuleType(name, f"{python.__module__} read by PyTorch."))
-    twin.tl = torch_language
+    name = f"{python.__module__}.{language.__name__}"
+    twin = sys.modules.setdefault(name, ModuleType(name, f"{python.__module__} read in {language.__name__}."))
+    twin.tl = language
     for used in python.__code__.co_names:
         value = python.__globals__.get(used)
         if value is not fn and (hasattr(value, "fn") or isinstance(value, FunctionType)):
-            setattr(twin, used, as_torch(value))
+            setattr(twin, used, getattr(language, used, None) or read_in(language, value))
         elif isinstance(value, (int, float)):
             setattr(twin, used, value)
     twin.__dict__.setdefault("__builtins__", builtins)

@@ -208,6 +208,7 @@ class Estimator(ValueEstimatorBase):
             self.register_buffer("bootstrap_overflow", overflow, persistent=False)
         if keys:
             self.set_keys(**keys)
+        _ = self.out_keys  # made at first use: within a compiled call, that would be a reason to compile the next anew
 
     def _register(self, **hypers: float | Tensor) -> None:
         """Keep discounts and thresholds in buffers, as TorchRL's classes do."""

@@ -1,22 +1,26 @@
 """Evaluating a :class:`~.specs.Spec` on tensors: by the fused kernel, or by PyTorch around one scan.
 
-:func:`evaluate` is the one door. Without gradients, tensors on a GPU go through one fused kernel. Everywhere else (CPU,
-gradients, tracing) the coefficient functions are read as PyTorch expressions around :func:`recurrence`, the bare scan,
-which is its own adjoint run the other way.
+:func:`evaluate` is the one door. On a GPU a spec is one fused kernel; on a CPU its coefficient functions are read as
+PyTorch expressions around a bare scan. Under gradients and under tracing that is one operator,
+``rl_triton_td::evaluate``, for all specs; its gradient is the operator again, on the spec's :mod:`adjoint <.adjoint>`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._launch import HEAD, launch
+from ._launch import HEAD, launch, not_remembered
 from ._triton import runs_kernels
+from .adjoint import INPUTS, adjoint, differentiable, named
 from .specs import NEIGHBOUR, RECURRENCE, Spec
 
+FLAGS = frozenset(HEAD.index(name) for name in ("done", "terminated", "mask", "last"))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of outputs, by number
 COMPUTE = {torch.float64: torch.float64}  # everything else is computed in float32
 
 
@@ -90,8 +94,8 @@ def evaluate(
         return tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
     compute = COMPUTE.get(like.dtype, torch.float32)
     tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
-    differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-    fused = not differentiable and not torch.compiler.is_compiling() and runs_kernels(like.device)
+    seen = _seen(tensors)
+    fused = not seen and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
     last, looked = None, mask is not None and not (fused and spec.causal)
@@ -113,11 +117,41 @@ def evaluate(
             like=like,
             kinds=None if choice is None else choice.kinds,
         )
-    results = _composite(
-        spec, inputs, hypers, out, time_dim, done, terminated, next_value, successor, bootstrap, behind, mask, last,
-        initial, compute, like.device,
-    )  # fmt: skip
-    return tuple(_deliver(result, wanted, like) for result, wanted in zip(results, out, strict=True))
+    head = (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
+    results = None
+    if seen:
+        wanted = tuple(-1 if o is None else DTYPES.index(like.dtype) for o in out)
+        entries = (*head, *inputs, *(_as_tensor(h, compute, like.device) for h in hypers), initial)
+        results = _operate(spec, entries, wanted, _order(like), time_dim, behind, compute)
+    if results is None:
+        results = _composite(
+            spec, head, inputs, hypers, initial, out, time_dim, behind, compute, like.device, recurrence
+        )
+        results = tuple(
+            None if o is None else r.to(like.dtype).expand(like.shape).contiguous()
+            for r, o in zip(results, out, strict=True)
+        )
+    return tuple(r if o is None or o is True else o.copy_(r) for r, o in zip(results, out, strict=True))
+
+
+def _order(x: Tensor) -> list[int]:
+    """Dimensions from the outermost in memory to the innermost, sorted by comparisons, which can be traced."""
+    order: list[int] = []
+    for dim in range(x.ndim):
+        at = dim
+        while at and x.stride(order[at - 1]) < x.stride(dim):
+            at -= 1
+        order.insert(at, dim)
+    return order
+
+
+def _as_tensor(hyper, dtype, device):
+    if isinstance(hyper, Tensor):
+        return hyper
+    # traced, a product: it alone follows a number that changes without compiling anew
+    if torch.compiler.is_compiling():
+        return torch.ones((), dtype=dtype, device=device) * hyper
+    return torch.full((), hyper, dtype=dtype, device=device)
 
 
 def _kernel_hypers(hypers, compute, device):
@@ -174,21 +208,9 @@ def _private(outputs, sources):
     return tuple(o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs)
 
 
-def _deliver(result, wanted, like):
-    if wanted is None:
-        return None
-    result = result.to(like.dtype)
-    if wanted is True:
-        return result.expand(like.shape).contiguous()
-    wanted.copy_(result)
-    return wanted
-
-
-def _composite(
-    spec, inputs, hypers, out, time_dim, done, terminated, next_value, successor, bootstrap, behind, mask, last,
-    initial, compute, device,
-):  # fmt: skip
-    """The spec in PyTorch, time first."""
+def _composite(spec, head, inputs, hypers, initial, out, time_dim, behind, compute, device, scan):
+    """The spec in PyTorch, time first, around ``scan``."""
+    done, terminated, next_value, successor, bootstrap, mask, last = head
 
     def read(x, flag=False):
         if x is None:
@@ -243,13 +265,14 @@ def _composite(
         u, w = torch.broadcast_tensors(u, w.to(compute))
         if valid is not None:
             u, w = torch.where(valid, u, 0), torch.where(valid, w, 1)
-        x.append(recurrence(u, w, initial, spec.reverse))
+        x.append(scan(u, w, initial, spec.reverse))
         if any(o is not None and name in spec.looks_ahead for name, o in zip(spec.outputs, out, strict=True)):
             x_next.append(_entering(x[-1], initial, spec.reverse))
     results = spec.torch_epilogue(tuple(x), tuple(x_next or x), step, tile, tuple(hypers))
+    wanted = (r if o is not None else None for r, o in zip(results, out, strict=True))
     if valid is not None:
-        results = tuple(torch.where(valid, r, 0) for r in results)
-    return tuple(r.movedim(0, time_dim) for r in results)
+        wanted = (r if r is None else torch.where(valid, r, 0) for r in wanted)
+    return tuple(r if r is None else r.movedim(0, time_dim) for r in wanted)
 
 
 def _shift(x: Tensor, shift: int) -> Tensor:
@@ -268,53 +291,276 @@ def recurrence(u: Tensor, w: Tensor, initial: Tensor | None, reverse: bool) -> T
     """``x[t] = u[t] + w[t] * x[previous]`` along the first dimension, where ``w = 0`` selects ``x`` away."""
     if not u.numel():
         return u.clone()
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return _recurrence_op(u, w, initial, reverse)
-    return _solve(u, w, initial, reverse)
+    if not _seen((u, w, initial)):
+        return _solve(u, w, initial, reverse)
+    entries = (*(None,) * INPUTS, u, w, initial)
+    return _operate(RECURRENCE[reverse], entries, (DTYPES.index(u.dtype),), _order(u), 0, False, u.dtype)[0]
 
 
-@torch.library.custom_op("rl_triton_td::recurrence", mutates_args=())
-def _recurrence_op(u: Tensor, w: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
-    return _solve(u, w, initial, reverse)
+# ----------------------------------------------------------------------------------------------------------- operator
+# The sources of a spec are what its kernel loads: `HEAD` but for the choice, inputs, hypers, `initial`. `places` says
+# which of `tensors` each is (-1: none); the first of those has the shape of the outputs. `outputs` has the dtype of
+# each that is wanted (-1: not), `order` their dimensions, outermost in memory first, `double` the arithmetic's.
+
+torch.library.define(
+    "rl_triton_td::evaluate",
+    "(str spec, Tensor[] tensors, int[] places, int[] outputs, int[] order, int time_dim, bool behind, bool double)"
+    " -> Tensor[]",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 
 
-@_recurrence_op.register_fake
-def _(u, w, initial, reverse):
-    return torch.empty_like(u, memory_format=torch.contiguous_format)
+def _seen(tensors) -> bool:
+    """Whether gradients, tracing or a transform follow what is done with ``tensors``."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors))
+    )
 
 
-def _save_for_adjoint(ctx, inputs, output):
-    _, w, initial, ctx.reverse = inputs
-    ctx.save_for_backward(w, initial, output)
-
-
-def _adjoint(ctx, grad):
-    """The adjoint of a recurrence is the recurrence run the other way, so it differentiates as often as asked."""
-    w, initial, x = ctx.saved_tensors
-    adjoint = recurrence(grad, _entering(w, None, not ctx.reverse), None, not ctx.reverse)
-    grad_initial = None
-    if initial is not None:
-        edge = -1 if ctx.reverse else 0
-        grad_initial = w[edge] * adjoint[edge]
-    return adjoint, adjoint * _entering(x, initial, ctx.reverse), grad_initial, None
-
-
-_recurrence_op.register_autograd(_adjoint, setup_context=_save_for_adjoint)
-
-
-@_recurrence_op.register_vmap
-def _(info, in_dims, u, w, initial, reverse):
-    def batch_second(x, dim, at):
-        if x is None:
-            return None
-        return (
-            x.movedim(dim, at)
-            if dim is not None
-            else x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:])
+def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, compute: torch.dtype) -> tuple | None:
+    """``outputs`` of ``spec`` on the sources ``entries``; ``None`` where their gradient cannot be derived."""
+    if not torch.compiler.is_compiling() and named(spec.name) is not spec:
+        raise ValueError(f"Two specs are named {spec.name!r}; gradients and traces find a spec by its name.")
+    tensors, places = [], []
+    for entry in entries:
+        place = -1
+        if entry is not None:
+            place = next((i for i, x in enumerate(tensors) if x is entry), len(tensors))
+            if place == len(tensors):
+                tensors.append(entry)
+        places.append(place)
+    tracked = ()
+    # what a transform wraps may be tracked and does not say so
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled():
+        tracked = tuple(
+            k
+            for k, x in enumerate(entries)
+            if x is not None and x.is_floating_point() and (transformed or x.requires_grad)
         )
+    saved = _saved(spec.name, tracked, tuple(o >= 0 for o in outputs))
+    if saved is None:
+        return None
+    name = f"{spec.name}+" if saved else spec.name
+    asked = [*outputs, *(DTYPES.index(compute) if kept else -1 for kept in saved)]
+    layout = (places, asked, order, time_dim, behind, compute == torch.float64)
+    if transformed:
+        made = _Transformed.apply(name, *layout, *tensors)
+    else:
+        made = torch.ops.rl_triton_td.evaluate(name, tensors, *layout)
+    return tuple(_spread(made, [o >= 0 for o in asked])[: len(outputs)])
 
-    u, w = batch_second(u, in_dims[0], 1), batch_second(w, in_dims[1], 1)
-    return _recurrence_op(u, w, batch_second(initial, in_dims[2], 0), reverse), 1
+
+@torch.compiler.assume_constant_result
+def _saved(name: str, tracked: tuple[int, ...], wanted: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """Which of what enters each step, and of the solution, the gradients of the sources ``tracked`` need.
+
+    ``()`` if they need none, ``None`` if they cannot be derived.
+    """
+    if not tracked:
+        return ()
+    spec = named(name)
+    if not differentiable(spec):
+        return None
+    read = adjoint(spec).read(tracked, wanted)
+    saved = tuple(k in read for k in adjoint(spec).saved)
+    return saved if any(saved) else ()
+
+
+def _allocate(tensors, outputs, order):
+    """A new tensor for each output, ``None`` where it is not wanted."""
+    like, strides, stride = tensors[0], [0] * len(order), 1
+    for dim in reversed(order):
+        strides[dim] = stride
+        stride = stride * like.shape[dim]
+    new = functools.partial(torch.empty_strided, like.shape, strides, device=like.device)
+    return [None if o < 0 else new(dtype=DTYPES[o]) for o in outputs]
+
+
+@torch.library.register_fake("rl_triton_td::evaluate")
+def _(name, tensors, places, outputs, order, time_dim, behind, double):
+    return [x for x in _allocate(tensors, outputs, order) if x is not None]
+
+
+@torch.library.impl("rl_triton_td::evaluate", ("cpu", "cuda"))
+def _(name, tensors, places, outputs, order, time_dim, behind, double):
+    spec, like = named(name), tensors[0]
+    compute = torch.float64 if double else torch.float32
+    entries = [None if place < 0 else tensors[place] for place in places]
+    first_hyper = INPUTS + len(spec.inputs)
+    head, inputs, initial = entries[:INPUTS], entries[INPUTS:first_hyper], entries[-1]
+    hypers = [0.0 if h is None else h for h in entries[first_hyper:-1]]  # an adjoint need not read all
+    made = _allocate(tensors, outputs, order)
+    if like.numel() and runs_kernels(like.device):
+        not_remembered()
+        launch(
+            spec,
+            like.shape,
+            time_dim,
+            (*head, *(None,) * (len(HEAD) - INPUTS), *inputs, *hypers),
+            tuple(made),
+            initial=None if initial is None else initial.reshape(-1),
+            masked=head[HEAD.index("mask")] is not None,
+            behind=behind,
+            dtype=compute,
+        )
+    elif like.numel():
+        results = _composite(spec, head, inputs, hypers, initial, made, time_dim, behind, compute, like.device, _solve)
+        for x, result in zip(made, results, strict=True):
+            if x is not None:
+                x.copy_(result)
+    return [x for x in made if x is not None]
+
+
+@torch.library.register_vmap("rl_triton_td::evaluate")
+def _(info, in_dims, name, tensors, *layout):
+    tensors, layout = _batched(info.batch_size, in_dims[1], tensors, layout)
+    made = torch.ops.rl_triton_td.evaluate(name, tensors, *layout)
+    return made, [0] * len(made)
+
+
+def _batched(size, in_dims, tensors, layout):
+    """The operator's tensors with a batch of ``size`` as the outermost dimension of all but shared numbers."""
+    places, outputs, order, time_dim, behind, double = layout
+    shape, batched = tensors[0].shape, []
+    if in_dims[0] is not None:
+        shape = tensors[0].movedim(in_dims[0], 0).shape[1:]
+    for place, (x, dim) in enumerate(zip(tensors, in_dims, strict=True)):
+        is_number = x.ndim == (dim is not None) and place != places[-1]
+        if dim is not None:
+            x = x.movedim(dim, 0)
+            x = x.view(size, *(1,) * len(shape)).expand(size, *shape) if is_number else x
+        elif not is_number:
+            x = x.expand(size, *x.shape)
+        batched.append(x)
+    return batched, (places, outputs, [0, *(d + 1 for d in order)], time_dim + 1, behind, double)
+
+
+def _save(ctx, inputs, output):
+    name, tensors, ctx.places, outputs, ctx.order, ctx.time_dim, ctx.behind, double = inputs
+    ctx.set_materialize_grads(False)
+    ctx.rule = rule = adjoint(named(name))
+    ctx.compute = torch.float64 if double else torch.float32
+    ctx.wanted = tuple(o >= 0 for o in outputs)
+    ctx.kinds = [(x.dtype, x.ndim) for x in tensors]
+    transformed = torch._C._are_functorch_transforms_active()
+    tracked = [k for k, p in enumerate(ctx.places) if p >= 0 and (transformed or tensors[p].requires_grad)]
+    read = rule.read(tracked, ctx.wanted)
+    solution = [None] * len(rule.saved)
+    if name.endswith("+"):
+        solution = _spread(output, ctx.wanted)[-len(solution) :]
+    if any(k in read and x is None for k, x in zip(rule.saved, solution, strict=True)):
+        raise RuntimeError(f"{name}: the gradients asked for need outputs of {name}+. Call rl_triton_td.functional.")
+    original = [None if place < 0 else tensors[place] for place in ctx.places]
+    saved, ctx.kept = [], []
+    flags = FLAGS | {INPUTS + k for k, is_flag in enumerate(rule.spec.flags) if is_flag}
+    for k, x in enumerate(rule.entries(original, solution, (None,) * len(outputs))):
+        place = -1
+        if x is not None and (k in read or k in flags):
+            place = next((i for i, y in enumerate(saved) if y is x), len(saved))
+            if place == len(saved):
+                saved.append(x)
+        ctx.kept.append(place)
+    ctx.save_for_backward(*saved)
+
+
+def _spread(made, wanted) -> list:
+    """Of each output that was ``made``, or ``None`` where it was not wanted."""
+    made = iter(made)
+    return [next(made) if w else None for w in wanted]
+
+
+def _adjoint(ctx, grads, needed):
+    """Of each of the operator's tensors, the gradient or ``None``."""
+    rule, saved = ctx.rule, ctx.saved_tensors
+    spec, first = rule.original, rule.saved.stop
+    grads = _spread(grads, ctx.wanted)
+    entries = [None if place < 0 else saved[place] for place in ctx.kept]
+    entries[first : first + len(grads)] = grads
+    tracked = [k for k, place in enumerate(ctx.places) if place >= 0 and needed[place]]
+    asked = rule.asked(tracked, [g is not None for g in grads])
+    numbers = {k for k, place in enumerate(ctx.places) if place >= 0 and not ctx.kinds[place][1]}
+    outputs = [-1] * len(rule.sources)
+    for j in asked:
+        k = rule.sources[j]
+        outputs[j] = DTYPES.index(ctx.compute if k in numbers else ctx.kinds[ctx.places[k]][0])
+    total = [None] * len(ctx.kinds)
+    if asked:
+        results = _operate(rule.spec, entries, outputs, ctx.order, ctx.time_dim, ctx.behind, ctx.compute)
+    mask, last = (entries[HEAD.index(name)] for name in ("mask", "last"))
+    shifts = {HEAD.index("successor"): 1, **dict(enumerate(spec.shifts, INPUTS))} if mask is None else {}
+    for j in sorted(asked, key=lambda j: shifts.get(rule.sources[j], 0) != 0):
+        k = rule.sources[j]
+        place, part, shift = ctx.places[k], results[j], shifts.get(k, 0)
+        if k == len(ctx.places) - 1:
+            part = _at_end(part, mask, ctx.time_dim, last=spec.reverse)
+        elif k in numbers:
+            part, shift = part.sum().to(ctx.kinds[place][0]), 0
+        elif k == HEAD.index("bootstrap") and ctx.behind:
+            part = _only_last(part, last, ctx.time_dim)
+        total[place] = _moved(total[place], part, shift, ctx.time_dim)
+    return total
+
+
+def _moved(total, part, shift, dim):
+    """``total`` and ``part``, the latter ``shift`` steps on: the gradient of what was read there."""
+    if not shift:
+        return part if total is None else total + part
+    total = torch.zeros_like(part) if total is None else total
+    length = part.shape[dim] - abs(shift)
+    if length > 0:
+        total.narrow(dim, max(shift, 0), length).add_(part.narrow(dim, max(-shift, 0), length))
+    return total
+
+
+def _at_end(x, mask, dim, last):
+    """``x`` at the last (else first) step of each row, at the last that is valid under a mask."""
+    if mask is None:
+        return x.select(dim, -1 if last else 0)
+    steps = torch.arange(x.shape[dim], device=x.device).view(-1, *(1,) * (x.ndim - dim - 1))
+    valid = mask != 0
+    index = torch.where(valid, steps, 0).amax(dim) if last else torch.where(valid, steps, x.shape[dim] - 1).amin(dim)
+    return x.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+
+
+def _only_last(x, last, dim):
+    """``x`` where the bootstrap behind the window was read, 0 elsewhere."""
+    if last is None:
+        last = torch.arange(x.shape[dim], device=x.device).view(-1, *(1,) * (x.ndim - dim - 1)) == x.shape[dim] - 1
+    return torch.where(last != 0, x, 0)
+
+
+def _backward(ctx, grads):
+    return None, _adjoint(ctx, grads, ctx.needs_input_grad[1]), None, None, None, None, None, None
+
+
+torch.library.register_autograd("rl_triton_td::evaluate", _backward, setup_context=_save)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator where a transform of :mod:`torch.func` follows it; gradients registered for an operator refuse."""
+
+    @staticmethod
+    def forward(name, places, outputs, order, time_dim, behind, double, *tensors):
+        layout = (places, outputs, order, time_dim, behind, double)
+        return tuple(torch.ops.rl_triton_td.evaluate(name, list(tensors), *layout))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        name, *layout = inputs[:7]
+        _save(ctx, (name, inputs[7:], *layout), output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return (None,) * 7 + tuple(_adjoint(ctx, grads, ctx.needs_input_grad[7:]))
+
+    @staticmethod
+    def vmap(info, in_dims, name, *arguments):
+        tensors, layout = _batched(info.batch_size, in_dims[7:], arguments[6:], arguments[:6])
+        made = _Transformed.apply(name, *layout, *tensors)
+        return made, (0,) * len(made)
 
 
 def _solve(u, w, initial, reverse):

@@ -7,8 +7,8 @@ masks, strides, dtypes, the CPU path, gradients and operators.
 ``done[t]`` ends the episode AT ``t``. What a coefficient function is handed as ``step = (done, next_value)`` is already
 resolved: ``done`` holds at terminated and truncated steps and at the last step of the window (a window edge is an
 episode cut there: it bootstraps once and carries nothing), ``next_value`` is the value of the state that the transition
-really reached, selected to 0 where it terminated. Functions use ``tl.where`` and ``tl.exp`` at most, so
-that PyTorch can read them too (see :func:`._triton.as_torch`).
+really reached, selected to 0 where it terminated. Functions use arithmetic, comparisons, ``& | ~``, ``tl.where`` and
+``tl.exp``, so that PyTorch can read them (:func:`._triton.read_in`) and gradients be derived (:mod:`.adjoint`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ._triton import as_torch, jit, tl
+from ._triton import jit, read_in, tl, torch_language
 
 FLAGS = frozenset({"done", "terminated", "mask", "last"})
 SPECS: dict[str, Spec] = {}
@@ -62,8 +62,8 @@ class Spec:
         object.__setattr__(self, "flags", tuple(name in FLAGS for name, _, _ in parts))
         shifts = tuple(int(entry.partition("@")[2] or 0) for entry in (*self.inputs, *self.hypers))
         object.__setattr__(self, "shifts", shifts)
-        object.__setattr__(self, "torch_coefficients", as_torch(self.coefficients))
-        object.__setattr__(self, "torch_epilogue", as_torch(self.epilogue))
+        object.__setattr__(self, "torch_coefficients", read_in(torch_language, self.coefficients))
+        object.__setattr__(self, "torch_epilogue", read_in(torch_language, self.epilogue))
         SPECS[self.name] = self
 
     @property

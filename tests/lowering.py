@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from rl_triton_td import _launch, _scan, ops, specs
+from rl_triton_td import _launch, _scan, adjoint, ops, specs
 
 CAPABILITY = 90
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -130,8 +130,17 @@ SHAPES = [(32768, 8), (4096, 128), (65536, 256), (4096, 2048), (512, 4096), (819
 
 
 def variants():
-    """Every spec at every kind of tile that the plan has."""
-    for spec in tuple(specs.SPECS.values()):
+    """Every spec at every kind of tile that the plan has; fewer of the derived ones, which ask for every gradient."""
+    given = tuple(specs.SPECS.values())
+    for spec in given:
+        derived = adjoint.adjoint(spec).spec
+        for rows, steps, time_contiguous in ((4096, 128, True), (512, 4096, True), (65536, 256, False)):
+            yield from lower(derived, rows, steps, time_contiguous)
+        yield from lower(derived, 4096, 4096, masked=True)
+        if spec in (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE):
+            yield from lower(derived, 1, 10**6)
+            yield from lower(adjoint.saving(spec), 4096, 4096, masked=True)
+    for spec in given:
         for rows, steps in SHAPES:
             yield from lower(spec, rows, steps)
         for rows, steps in ((65536, 256), (8192, 128), (8, 16384)):

@@ -135,6 +135,23 @@ def gae(
     return advantage, target
 
 
+def gae_backward(gamma, lmbda, done, terminated, grad_advantage, grad_value_target):
+    """Gradients of V_t, V'_t and r_t: with g_t = grad A_t + grad target_t, a_t = g_t + gamma lmbda a_{t-1} is that of
+    delta_t, which a reward adds to, a value takes from (and adds to the target), a next value adds to discounted."""
+
+    def row(advantage, target, done, term):
+        carry, grads = 0.0, ([], [], [])
+        for t, g in enumerate(target):
+            carry = advantage[t] + g + carry
+            for grad, x in zip(grads, (g - carry, 0.0 if term[t] else gamma * carry, carry), strict=True):
+                grad.append(x)
+            carry = 0.0 if done[t] else gamma * lmbda * carry
+        return grads
+
+    entries = {"advantage": grad_advantage, "target": grad_value_target}
+    return _solve(row, grad_advantage, 3, None, _episode_flags(done, terminated), **entries)
+
+
 def td0_return(
     gamma, next_state_value, reward, terminated=None, *, done=None, state_value=None, bootstrap=None, mask=None
 ):

@@ -30,6 +30,11 @@ def test_nothing_spills(reports):
     assert not [r for r in reports if r["spilled"]]
 
 
+def test_adjoints_are_among_them(reports):
+    derived = {r["variant"].split()[0] for r in reports}
+    assert {"gae'", "gae+", "vtrace'", "td0'", "retrace'", "decoupled_gae'", "backward_recurrence'"} <= derived
+
+
 def test_the_fused_retrace_is_among_them(reports):
     fused = {r["variant"] for r in reports if "actions" in r["variant"]}
     assert fused == {f"retrace 512x{T} {A} actions" for T in (4096, 8192) for A in (4, 18, 64)}

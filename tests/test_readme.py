@@ -43,7 +43,7 @@ def names():
 
 
 def test_every_block_is_run_here():
-    assert len(BLOCKS) == 5 and all(len(b.splitlines()) < 25 for b in BLOCKS)
+    assert len(BLOCKS) == 6 and all(len(b.splitlines()) < 25 for b in BLOCKS)
 
 
 def test_collector(names, capsys):
@@ -109,3 +109,13 @@ def test_new_estimator(device, tmp_path, monkeypatch):
             assert got[row, t].item() == pytest.approx(trace, rel=1e-4, abs=1e-4)
     with pytest.raises(KeyError, match="'ratio'"):
         estimator(td.exclude("ratio"))
+
+
+def test_a_compiled_gradient(names):
+    exec(block("torch.compile"), names)
+    gamma, reward, ends = (names[k] for k in ("gamma", "reward", "ends"))
+    step = 1e-3
+    plus, minus = (
+        reference.reward_to_go(reward.squeeze(-1), ends.squeeze(-1), 0.99 + s).square().mean() for s in (step, -step)
+    )
+    agree(gamma.grad, (plus - minus) / (2 * step), 1e-3, 1e-3)
