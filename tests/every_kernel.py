@@ -50,6 +50,15 @@ def run(time_dim: int, dtype: torch.dtype, device: str) -> None:
             F.episodic_prefix_sum(reward, done, boundary=boundary, **rest, **extra)
         for reverse in (False, True):
             F.linear_recurrence(reward, 0.1 * value, reverse=reverse, **rest, **extra)
+        leaves = [x.detach().requires_grad_() for x in (value, next_value, reward, log_pi, series().abs())]
+        outputs = (
+            *F.vtrace_advantage_estimate(leaves[4], leaves[3], log_mu, *leaves[:3], done, terminated, **rest, **extra),
+            *F.generalized_advantage_estimate(
+                0.99, leaves[4], *leaves[:3], done, terminated, lmbda_critic=0.8, **rest, **extra
+            ),
+            F.eligibility_trace(0.99, leaves[4], leaves[2], done, **rest, **extra),
+        )
+        torch.autograd.grad([x.sum() for x in outputs], leaves)
     q, next_q = series(A), series(A)
     pi, next_pi = series(A).softmax(-1), series(A).softmax(-1)
     action = torch.randint(0, A, (*shape, 1), generator=g).to(device)
