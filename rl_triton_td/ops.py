@@ -489,7 +489,7 @@ def _adjoint(ctx, grads, needed):
     total = [None] * len(ctx.kinds)
     if asked:
         results = _operate(rule.spec, entries, outputs, ctx.order, ctx.time_dim, ctx.behind, ctx.compute)
-    mask, last = (entries[HEAD.index(name)] for name in ("mask", "last"))
+    mask = entries[HEAD.index("mask")]
     shifts = {HEAD.index("successor"): 1, **dict(enumerate(spec.shifts, INPUTS))} if mask is None else {}
     for j in sorted(asked, key=lambda j: shifts.get(rule.sources[j], 0) != 0):
         k = rule.sources[j]
@@ -498,8 +498,6 @@ def _adjoint(ctx, grads, needed):
             part = _at_end(part, mask, ctx.time_dim, last=spec.reverse)
         elif k in numbers:
             part, shift = part.sum().to(ctx.kinds[place][0]), 0
-        elif k == HEAD.index("bootstrap") and ctx.behind:
-            part = _only_last(part, last, ctx.time_dim)
         total[place] = _moved(total[place], part, shift, ctx.time_dim)
     return total
 
@@ -523,13 +521,6 @@ def _at_end(x, mask, dim, last):
     valid = mask != 0
     index = torch.where(valid, steps, 0).amax(dim) if last else torch.where(valid, steps, x.shape[dim] - 1).amin(dim)
     return x.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-
-
-def _only_last(x, last, dim):
-    """``x`` where the bootstrap behind the window was read, 0 elsewhere."""
-    if last is None:
-        last = torch.arange(x.shape[dim], device=x.device).view(-1, *(1,) * (x.ndim - dim - 1)) == x.shape[dim] - 1
-    return torch.where(last != 0, x, 0)
 
 
 def _backward(ctx, grads):

@@ -17,6 +17,13 @@ TILES = (None, Tile(1, 64, 2), Tile(4, 32, 4), Tile(2, 64, 4, 3), Tile(2, 32, 2,
 N, T, A = 5, 200, 6
 
 
+def backward(function, *args, **kwargs) -> None:
+    outputs = function(*args, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    torch.autograd.grad([x.sum() for x in outputs], leaves)
+
+
 def calls(time_dim: int, dtype: torch.dtype, device: str):
     shape = (N, T) if time_dim else (T, N)
     g = torch.Generator().manual_seed(0)
@@ -55,6 +62,14 @@ def calls(time_dim: int, dtype: torch.dtype, device: str):
             yield partial(F.episodic_prefix_sum, reward, done, boundary=boundary, **rest, **extra)
         for reverse in (False, True):
             yield partial(F.linear_recurrence, reward, 0.1 * value, reverse=reverse, **rest, **extra)
+        leaves = [x.detach().requires_grad_() for x in (value, next_value, reward, log_pi, series().abs())]
+        ends = (done, terminated)
+        for function, args, more in (
+            (F.vtrace_advantage_estimate, (leaves[4], leaves[3], log_mu, *leaves[:3], *ends), {}),
+            (F.generalized_advantage_estimate, (0.99, leaves[4], *leaves[:3], *ends), {"lmbda_critic": 0.8}),
+            (F.eligibility_trace, (0.99, leaves[4], leaves[2], done), {}),
+        ):
+            yield partial(backward, function, *args, **more, **rest, **extra)
     q, next_q = series(A), series(A)
     pi, next_pi = series(A).softmax(-1), series(A).softmax(-1)
     action = torch.randint(0, A, (*shape, 1), generator=g).to(device)

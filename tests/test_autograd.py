@@ -448,6 +448,24 @@ def test_a_declaration_of_ones_own(declared, device):
 
 
 @jit
+def decayed_by_what_came_before(step, tile, hypers):
+    gradient, ratio_before, done_before = tile
+    return gradient, tl.where(done_before, 0.0, ratio_before)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_the_gradient_of_an_entry_read_one_step_before(declared, masked):
+    spec = spec_of("before", decayed_by_what_came_before, inputs=("gradient", "ratio@-1", "done@-1"))
+    x = {k: rows(v) for k, v in rollout(2, 5, seed=59, done=0.3).items() if v.ndim == 2}
+
+    def call(gradient, ratio):
+        mask = x["mask"] if masked else None
+        return F._forward(spec, (gradient, ratio, x["done"]), (), None, mask, None, gradient, 1)
+
+    assert gradcheck(call, [x[k].requires_grad_() for k in ("gradient", "ratio")])
+
+
+@jit
 def magnitude(step, tile, hypers):
     return abs(tile[0]), tile[1]
 
