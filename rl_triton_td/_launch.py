@@ -220,6 +220,7 @@ class _Launch:
             # a scan over fewer than 16 does not compile everywhere
             max(16, _power_of_2(self.segments)) if self.segments > 1 and spec.recurrences and not summarise else 0,
             actions,
+            math.gcd(4, actions, aligned, policy.stride(time_dim), sources[2].stride(time_dim)) if actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
@@ -296,13 +297,14 @@ def launch(
             actions stand for the taken one's, their last dimension is that of actions), numbers for hypers, ``None``
             where absent.
         outputs: tensors of ``shape`` to be written, ``None`` where not wanted.
-        initial: ``x`` beyond the window, one number a row, or ``None`` for 0.
+        initial: ``x`` beyond the window, one number a row in the order of ``shape``, or ``None`` for 0.
         masked: entries that the spec reads at another step are already those of the valid neighbour.
         behind: the bootstrap holds only behind the last step.
         dtype: of the arithmetic.
         kinds: of the inputs, as the kernel's ``load`` has them; by default numbers and flags.
         summarise: write what each segment does to what enters it, ``(u, w)`` of ``[rows, segments]``.
     """
+    initial = None if initial is None else initial.reshape(-1).contiguous()
     layout = tuple(
         (x.dtype, x.stride(), x.shape[-1:], x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x is None
         for x in (*sources, *outputs, initial)

@@ -163,15 +163,15 @@ def expectation(
     t,
     inside,
     ACTIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """The next state's value: its action values, source 2, under the policy's probabilities, source 8.
 
-    A thread takes as many actions at a time as one load brings, so that no sum crosses threads.
+    A thread takes the ``WIDTH`` actions that one load brings at a time, so that no sum crosses threads.
     """
-    WIDTH: tl.constexpr = 4 if ACTIONS % 4 == 0 else 2 if ACTIONS % 2 == 0 else 1
     values = sources[2] + offset(strides, 2, rows, t, LAYOUTS, ALIGN)[:, :, None]
     policy = sources[8] + offset(strides, 8, rows, t, LAYOUTS, ALIGN)[:, :, None]
     total = tl.zeros(inside.shape, DTYPE)
@@ -215,6 +215,7 @@ def scan_kernel(
     SUMMARISE: tl.constexpr,
     FOLD: tl.constexpr,  # power of two of at least S segments, whose summaries lead up to this one; 0: there is one
     ACTIONS: tl.constexpr,  # how many there are, 0 without
+    WIDTH: tl.constexpr,  # of them one load brings
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,  # a time offset may pass 2^31
     ALIGN: tl.constexpr,  # power of two that divides T and every row stride
@@ -331,7 +332,7 @@ def scan_kernel(
             )
             if ACTIONS:
                 next_value = expectation(
-                    sources, strides, action_stride, rows, t, inside, ACTIONS, DTYPE, LAYOUTS, ALIGN
+                    sources, strides, action_stride, rows, t, inside, ACTIONS, WIDTH, DTYPE, LAYOUTS, ALIGN
                 )
             elif sources[2] is not None:
                 next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)

@@ -1102,7 +1102,8 @@ class RetraceEstimator(Estimator):
 
     def _compute(self, step, tensordict, out):
         log_pi, log_mu = step.beside
-        log_pi = self.__dict__.pop("_log_pi", log_pi)
+        if self.value_network is not None:
+            log_pi, self.__dict__["_log_pi"] = self.__dict__["_log_pi"], None
         return F.retrace_lambda_advantage_estimate(
             step.gamma,
             self._hyper("lmbda", step.reward),

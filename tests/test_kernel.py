@@ -109,6 +109,21 @@ def test_rows_of_many_strided_dimensions(device):
         agree(a.reshape(24, 9), e, 2e-5, 2e-5, "sliced rows")
 
 
+@pytest.mark.parametrize("layout", ["every other", "expanded", "two dimensions"])
+def test_initial_values_in_any_layout(layout, device):
+    x = rollout(6, 9, seed=5, dtype=torch.float32)
+    reward, done = (x[k].to(device) for k in ("reward", "done"))
+    initial = torch.arange(6.0, device=device).repeat_interleave(2)[::2]
+    if layout == "expanded":
+        initial = initial[:1].expand(6)
+    shape = (2, 3) if layout == "two dimensions" else (6,)
+    actual = F.episodic_prefix_sum(
+        reward.reshape(*shape, 9), done.reshape(*shape, 9), initial=initial.unflatten(0, shape), time_dim=-1
+    )
+    wanted = reference.episodic_prefix_sum(x["reward"], x["done"], initial=initial.cpu())
+    agree(actual.reshape(6, 9), wanted, 1e-5, 1e-5, layout)
+
+
 VALUES = ("state_value", "next_state_value", "reward", "done", "terminated")
 
 
