@@ -379,6 +379,7 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
 
 _recording = threading.local()  # .launches: a list while a call is watched
 _TENSOR = object()  # stands for a tensor among the constants of a call
+_PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
 def remembers() -> bool:
@@ -405,7 +406,7 @@ class Memory:
     def __reduce__(self):  # a copy, or one from a file, starts afresh
         return Memory, ()
 
-    def __call__(self, constants: list, tensors: list[Tensor], function, *args, **kwargs):
+    def __call__(self, constants: list, tensors: list[Tensor], function, args=(), kwargs={}):  # noqa: B006 only read
         """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``."""
         if not tensors or not tensors[-1].is_cuda:
             return function(*args, **kwargs)
@@ -413,7 +414,7 @@ class Memory:
             replays = self.calls.setdefault(tuple(constants), [])
         except TypeError:  # something unhashable, of which no launch comes
             return function(*args, **kwargs)
-        pointers = [x.data_ptr() for x in tensors]
+        pointers = list(map(Tensor.data_ptr, tensors))
         apart = _apart(pointers)
         for replay in replays if apart else ():
             if replay.fits(*tensors):
@@ -443,16 +444,19 @@ def remembered(function):
             return function(*args, **kwargs)
         constants, tensors = [torch.is_grad_enabled(), len(args), *kwargs], []
         for given in (*args, *kwargs.values()):
-            if isinstance(given, Tensor):
+            kind = type(given)
+            if kind in _PLAIN:
+                constants.append(given)
+            elif kind is Tensor or isinstance(given, Tensor):
                 tensors.append(given)
                 constants.append(_TENSOR)
-            elif type(given) is tuple:
+            elif kind is tuple:
                 constants.append(len(given))
                 constants += (_TENSOR if isinstance(x, Tensor) else x for x in given)
                 tensors += (x for x in given if isinstance(x, Tensor))
             else:
                 constants.append(given)
-        return memory(constants, tensors, function, *args, **kwargs)
+        return memory(constants, tensors, function, args, kwargs)
 
     return call
 
@@ -465,10 +469,7 @@ def not_remembered() -> None:
 
 def _apart(pointers) -> bool:
     """Whether tensors lie aligned and nowhere twice, so that a pointer tells which argument it is."""
-    low = 0
-    for pointer in pointers:
-        low |= pointer
-    return not low & 15 and len(set(pointers)) == len(pointers)
+    return not functools.reduce(operator.or_, pointers) & 15 and len({*pointers}) == len(pointers)
 
 
 def _like(output, tensors) -> int | None:

@@ -299,7 +299,7 @@ class Estimator(ValueEstimatorBase):
         if situation is None:
             results = self._results(tensordict, params, target_params, time_dim, beside)
         else:
-            results = self._memory(*situation, self._results, tensordict, None, None, time_dim, beside)
+            results = self._memory(*situation, self._results, (tensordict, None, None, time_dim, beside))
         for key, result in zip(self._all_out_keys(), results, strict=True):
             if key in selected and _entry(tensordict, key) is not result:
                 _write(tensordict, key, result)
@@ -354,8 +354,8 @@ class Estimator(ValueEstimatorBase):
         for data, keys in ((tensordict, here), (after, there)):
             entries += [data._get_str(key, None) if type(key) is str else _entry(data, key) for key in keys]
         entries += beside
-        tensors = [*self._buffers.values(), *(x for x in entries if x is not None)]
-        if not all(isinstance(x, Tensor) for x in tensors):
+        tensors = [*self._buffers.values(), *[x for x in entries if x is not None]]
+        if not all([isinstance(x, Tensor) for x in tensors]):
             return None
         names = tuple(tensordict.names) if tensordict._has_names() else None
         constants = [torch.is_grad_enabled(), time_dim, tensordict.batch_dims, names, len(selected)]
@@ -1212,7 +1212,7 @@ class _ForwardEstimator(Estimator):
         if situation is None:
             result = self._result(tensordict, time_dim)
         else:
-            result = self._memory(*situation, self._result, tensordict, time_dim)
+            result = self._memory(*situation, self._result, (tensordict, time_dim))
         (written,) = selected
         if _entry(tensordict, written) is not result:
             _write(tensordict, written, result)
