@@ -42,6 +42,7 @@ def tile_plan(
     *,
     exclusive: bool = False,
     masked: bool = False,
+    shifted: bool = False,
     actions: int = 0,
     step_bytes: int = 0,
     multiprocessors: int = 132,
@@ -51,6 +52,7 @@ def tile_plan(
     Args:
         exclusive: every step's solution and its successor's are held at once.
         masked: steps look for the nearest valid one.
+        shifted: a step's next value is read at the next step.
         actions: how many values stand for one step.
         step_bytes: what is read and written at one step.
     """
@@ -63,16 +65,23 @@ def tile_plan(
         if steps > 4096:
             block_t = 1024 if steps <= 2**19 else 2048
         else:  # a row in one piece, unless that is more than lies well in registers
-            crowded = masked or (exclusive and steps > 2048) or step_bytes > CROWDED
-            block_t = min(_power_of_2(steps), 512 if crowded else 4096)
-        block_n = min(_power_of_2(rows), max(1, 1024 // block_t)) if steps <= block_t else 1
+            crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
+            block_t = min(_power_of_2(steps), 256 if masked and exclusive else 512 if crowded else 4096)
+        stages = 2 if masked else 3
+        elements = 512 if masked else 1024
+        block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
         warps = block_n * block_t // (128 if exclusive or masked or block_t <= 128 else 256)
-        warps = min(max(warps, 4), 16 if exclusive else 8)
+        warps = min(max(warps, 2 if masked else 4), 16 if exclusive else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
         block_n, block_t, warps, stages = next(
             choice
-            for choice in ((64, 4 if step_bytes <= 16 else 2, 1, 4), (32, 8, 1, 4), (16, 16, 1, 3), (8, 16, 1, 3),
-                           (8, 128, 4, 1))
+            for choice in (
+                (64, 4 if step_bytes <= 16 else 2, 1, 4),
+                (16 if step_bytes <= 16 else 32, 8, 2 if exclusive else 1, 4),
+                (16, 16, 1, 3),
+                (8, 16, 1, 3),
+                (8, 128, 4, 1),
+            )
             if rows >= 3 * multiprocessors * choice[0] or choice[2] == 4
         )  # fmt: skip
         block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
@@ -162,6 +171,7 @@ class _Launch:
             time_contiguous,
             exclusive=exclusive,
             masked=sources[HEAD.index("mask")] is not None and not masked,
+            shifted=sources[HEAD.index("successor")] is not None,
             actions=actions,
             step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
@@ -190,9 +200,10 @@ class _Launch:
             there = index in twins and not masked and sources[index] is not None
             if index >= len(sources) - len(hypers):
                 there = there and scalar[index - len(sources)] == 2
-            beside.append(len(neighbours) if there else None)
-            if there:
-                neighbours.append((twins[index], int(kind_of.get(index, 0)), _reads(spec)[0][index]))
+            read = (twins[index], int(kind_of.get(index, 0)), _reads(spec)[0][index]) if there else None
+            if there and read not in neighbours:
+                neighbours.append(read)
+            beside.append(neighbours.index(read) if there else None)
         past_mask = sources[HEAD.index("mask")] is not None and not masked and (spec.transition or bool(neighbours))
         wide = steps * max([1, *time_strides]) >= INT32
         self.tail = (
