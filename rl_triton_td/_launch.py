@@ -57,10 +57,12 @@ def tile_plan(
         step_bytes: what is read and written at one step.
     """
     stages = 3
-    if actions:
+    if actions and time_contiguous:
         block_t, stages = min(_power_of_2(steps), 512), 1
         block_n = min(_power_of_2(rows), max(1, 32 // block_t))
         warps = block_n * block_t // 64
+    elif actions:
+        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(_power_of_2(steps), 8), 4, 1
     elif time_contiguous:
         if steps > 4096:
             block_t = 1024 if steps <= 2**19 else 2048
@@ -182,14 +184,16 @@ class _Launch:
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
-        aligned = math.gcd(16, steps, *(s for m in merged for s in m))
-        strides, layouts = {}, {}
+        aligned = math.gcd(16, steps)
+        strides, by_tensor = {}, {}
         for x, m, t in zip(tensors, merged, time_strides, strict=True):
-            time_align = math.gcd(16, t) if t else 1
-            layout = (*(r // aligned for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
-            layouts[id(x)] = strides.setdefault((layout, time_align), len(strides)), time_align
-        none = (0, 1)
-        layouts = tuple(layouts.get(id(x), none) for x in (*sources, *(() if summarise else outputs)))
+            row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
+            layout = (*(r // row_align for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
+            key = layout, row_align, time_align
+            by_tensor[id(x)] = strides.setdefault(key, len(strides)), row_align, time_align
+        none = (0, 1, 1)
+        layouts = tuple(by_tensor.get(id(x), none) for x in (*sources, *(() if summarise else outputs)))
+        group = math.gcd(GROUP, self.tile.block_t) if time_contiguous and not actions else 1
         hypers = sources[-len(spec.hypers) :] if spec.hypers else ()
         scalar = tuple(
             0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2 for h in hypers
@@ -222,7 +226,10 @@ class _Launch:
             spec.epilogue,
             spec.recurrences,
             spec.reverse,
-            math.gcd(GROUP, self.tile.block_t, aligned) if time_contiguous and not actions else 1,
+            group,
+            math.gcd(
+                group, aligned, *(by_tensor[id(x)][1] for x, t in zip(tensors, time_strides, strict=True) if t == 1)
+            ),
             (2 if self.segments > 1 else 1) if past_mask else 0,
             spec.transition,
             exclusive,
@@ -231,7 +238,7 @@ class _Launch:
             # a scan over fewer than 16 does not compile everywhere
             max(16, _power_of_2(self.segments)) if self.segments > 1 and spec.recurrences and not summarise else 0,
             actions,
-            math.gcd(4, actions, aligned, policy.stride(time_dim), sources[2].stride(time_dim)) if actions else 1,
+            math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:])) if actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
@@ -239,7 +246,7 @@ class _Launch:
             self.tile.block_n,
             self.tile.block_t,
         )
-        self.strides = tuple(s for layout, _ in strides for s in layout)
+        self.strides = tuple(s for layout, *_ in strides for s in layout)
         self.compiled = self._fire = None  # by the first launch
 
     def __call__(self, sources, outputs, before, initial):

@@ -32,19 +32,20 @@ def apply(u, w, x):
 
 
 @jit
-def offset(strides, INDEX: tl.constexpr, rows, t, LAYOUTS: tl.constexpr, ALIGN: tl.constexpr):
+def offset(strides, INDEX: tl.constexpr, rows, t, LAYOUTS: tl.constexpr):
     """Where source or output ``INDEX`` keeps times ``t``; ``rows``: the indices of the row dimensions, outer first.
 
     Strides come divided by a power of two: multiplying by a constant tells the compiler what it may load at once.
     """
     LAYOUT: tl.constexpr = LAYOUTS[INDEX][0]
-    TIME_ALIGN: tl.constexpr = LAYOUTS[INDEX][1]
+    ROW_ALIGN: tl.constexpr = LAYOUTS[INDEX][1]
+    TIME_ALIGN: tl.constexpr = LAYOUTS[INDEX][2]
     row = rows[0] * strides[4 * LAYOUT]
     if strides[4 * LAYOUT + 1] is not None:
         row += rows[1] * strides[4 * LAYOUT + 1]
     if strides[4 * LAYOUT + 2] is not None:
         row += rows[2] * strides[4 * LAYOUT + 2]
-    return (row * ALIGN)[:, None] + t * (strides[4 * LAYOUT + 3] * TIME_ALIGN)
+    return (row * ROW_ALIGN)[:, None] + t * (strides[4 * LAYOUT + 3] * TIME_ALIGN)
 
 
 @jit
@@ -96,12 +97,11 @@ def read(
     inside,
     KIND: tl.constexpr,
     LAYOUTS: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
     """What source ``INDEX`` holds at times ``t``, 0 where not ``inside``."""
-    place = sources[INDEX] + offset(strides, INDEX, rows, t, LAYOUTS, ALIGN)
+    place = sources[INDEX] + offset(strides, INDEX, rows, t, LAYOUTS)
     if KIND >= 2:
-        action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS, ALIGN), mask=inside, other=0)
+        action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS), mask=inside, other=0)
         place += action.to(tl.int64) * action_stride
     return tl.load(place, mask=inside, other=0)
 
@@ -118,7 +118,6 @@ def load(
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
-    ALIGN: tl.constexpr,
     SHIFT: tl.constexpr = 0,
     T=0,
     GROUP: tl.constexpr = 1,
@@ -128,12 +127,12 @@ def load(
     ``KIND``: 0 a number, 1 a flag, 2 the number of the taken action, 3 its logarithm.
     """
     if SHIFT == 0:
-        value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, ALIGN)
+        value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS)
     else:
         there = inside & (t + SHIFT >= 0) & (t + SHIFT < T)
         if GROUP == 4 and SHIFT * SHIFT == 1:
             # off by one nothing is aligned: three of four neighbours are in the thread's registers, the fourth is read
-            value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, ALIGN)
+            value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS)
             even, odd = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 4, 2, 2)))
             outer = t & 3 == (3 if SHIFT == 1 else 0)
             if SHIFT == 1:
@@ -141,10 +140,10 @@ def load(
             else:
                 value = tl.reshape(tl.join(swap(odd), even), value.shape)
             there = there & outer
-            next_group = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS, ALIGN)
+            next_group = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS)
             value = tl.where(outer, next_group, value)
         else:
-            value = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS, ALIGN)
+            value = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS)
     if KIND == 1:
         value = value != 0
     else:
@@ -166,14 +165,13 @@ def expectation(
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
     """The next state's value: its action values, source 2, under the policy's probabilities, source 8.
 
     A thread takes the ``WIDTH`` actions that one load brings at a time, so that no sum crosses threads.
     """
-    values = sources[2] + offset(strides, 2, rows, t, LAYOUTS, ALIGN)[:, :, None]
-    policy = sources[8] + offset(strides, 8, rows, t, LAYOUTS, ALIGN)[:, :, None]
+    values = sources[2] + offset(strides, 2, rows, t, LAYOUTS)[:, :, None]
+    policy = sources[8] + offset(strides, 8, rows, t, LAYOUTS)[:, :, None]
     total = tl.zeros(inside.shape, DTYPE)
     for first in range(0, ACTIONS, WIDTH):
         place = (first + tl.arange(0, WIDTH)[None, None, :]) * action_stride
@@ -187,7 +185,7 @@ def expectation(
 def scan_kernel(
     sources,  # pointers, or None: done, terminated, next_value, successor, bootstrap, mask, last, action, next_policy,
     # and then the inputs and the hypers
-    strides,  # of each layout: three row dimensions (/ ALIGN; None where absent) and time (/ its own alignment)
+    strides,  # of each layout: three row dimensions (None where absent) and time, each / its alignment
     outputs,  # pointers or None; when SUMMARISE the (u, w) of each segment, [N, S] each
     before,  # with FOLD, the (u, w) that a SUMMARISE launch wrote, [N, S] each, a recurrence; else None
     initial,  # [N], x beyond the window, or None for 0
@@ -197,7 +195,7 @@ def scan_kernel(
     R1,  # sizes of the second and third row dimension, or None
     R2,
     action_stride,
-    LAYOUTS: tl.constexpr,  # of each source and then each output: index, alignment of the time stride
+    LAYOUTS: tl.constexpr,  # of each source and then each output: index, powers of two that divide row and time strides
     KINDS: tl.constexpr,  # an input, as :func:`load` has them
     NEIGHBOURS: tl.constexpr,  # what is read at a neighbouring step: source, kind, shift
     BESIDE: tl.constexpr,  # where among them the successor, each input and each hyper is; None where it is not
@@ -207,7 +205,8 @@ def scan_kernel(
     EPILOGUE: tl.constexpr,
     RECURRENCES: tl.constexpr,
     REVERSE: tl.constexpr,
-    GROUP: tl.constexpr,  # neighbours that a thread holds; where time runs backward, a tile holds groups backward
+    GROUP: tl.constexpr,  # neighbours that go together; where time runs backward, a tile holds groups backward
+    HELD: tl.constexpr,  # neighbours that one load brings
     PAST_MASK: tl.constexpr,  # 1: a step's neighbour is the nearest valid one; 2: which another segment may hold
     TRANSITION: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
@@ -218,7 +217,7 @@ def scan_kernel(
     WIDTH: tl.constexpr,  # of them one load brings
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,  # a time offset may pass 2^31
-    ALIGN: tl.constexpr,  # power of two that divides T and every row stride
+    ALIGN: tl.constexpr,  # power of two that divides T
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -268,7 +267,7 @@ def scan_kernel(
         while (at > -BLOCK_T) & (at < T) & (tl.sum((valid_row & (follows == 0)).to(tl.int32), 0) > 0):
             time = at + step_of_lane
             looked_at = valid_row[:, None] & (time >= 0) & (time < T)
-            seen = load(sources, strides, action_stride, 5, rows, time, looked_at, 1, DTYPE, LAYOUTS, ALIGN)
+            seen = load(sources, strides, action_stride, 5, rows, time, looked_at, 1, DTYPE, LAYOUTS)
             nearest = tl.min(tl.where(seen, time, T), 1) if REVERSE else tl.max(tl.where(seen, time, -1), 1)
             here = (follows == 0) & (nearest >= 0) & (nearest < T)
             found_at = tl.where(here, nearest, found_at)
@@ -280,7 +279,7 @@ def scan_kernel(
         if PAST_MASK == 2:
             one = load(
                 sources, strides, action_stride, NEIGHBOURS[k][0], rows, found_at[:, None], (follows != 0)[:, None],
-                NEIGHBOURS[k][1], DTYPE, LAYOUTS, ALIGN,
+                NEIGHBOURS[k][1], DTYPE, LAYOUTS,
             )  # fmt: skip
             held_there = at_end(one.to(DTYPE))
         beyond += (held_there,)
@@ -298,22 +297,22 @@ def scan_kernel(
         valid = inside
         last = t == T - 1
         if sources[5] is not None:
-            valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
+            valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS)
         if PAST_MASK:
             near: tl.constexpr = 1 if REVERSE else -1
-            found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN, near, T, GROUP)
+            found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, near, T, HELD)
             if TRANSITION:
                 followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
                 last = turn(followed, TURNED) == 0
                 follows = at_end(followed)
         elif sources[6] is not None:
-            last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
+            last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS)
         beside = ()
         held = ()
         for k in tl.static_range(len(NEIGHBOURS)):
             neighbour = load(
                 sources, strides, action_stride, NEIGHBOURS[k][0], rows, t, inside, NEIGHBOURS[k][1], DTYPE, LAYOUTS,
-                ALIGN, NEIGHBOURS[k][2], T, GROUP,
+                NEIGHBOURS[k][2], T, HELD,
             )  # fmt: skip
             at_the_end = beyond[k]
             if PAST_MASK:
@@ -326,16 +325,14 @@ def scan_kernel(
 
         step = ()
         if TRANSITION:
-            terminated = load(sources, strides, action_stride, 1, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN)
-            done = (
-                load(sources, strides, action_stride, 0, rows, t, inside, 1, DTYPE, LAYOUTS, ALIGN) | terminated | last
-            )
+            terminated = load(sources, strides, action_stride, 1, rows, t, inside, 1, DTYPE, LAYOUTS)
+            done = load(sources, strides, action_stride, 0, rows, t, inside, 1, DTYPE, LAYOUTS) | terminated | last
             if ACTIONS:
                 next_value = expectation(
-                    sources, strides, action_stride, rows, t, inside, ACTIONS, WIDTH, DTYPE, LAYOUTS, ALIGN
+                    sources, strides, action_stride, rows, t, inside, ACTIONS, WIDTH, DTYPE, LAYOUTS
                 )
             elif sources[2] is not None:
-                next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
+                next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS)
             else:
                 next_value = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
                 if BOOTSTRAP_BEHIND:  # one number a row
@@ -352,15 +349,14 @@ def scan_kernel(
                             0,
                             DTYPE,
                             LAYOUTS,
-                            ALIGN,
                         )
                     next_value = tl.where(last, next_value, float("nan"))
                 elif sources[4] is not None:
-                    next_value = load(sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
+                    next_value = load(sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS)
                 if BESIDE[0] is not None:
                     next_value = tl.where(done, next_value, beside[BESIDE[0]])
                 elif sources[3] is not None:
-                    successor = load(sources, strides, action_stride, 3, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN)
+                    successor = load(sources, strides, action_stride, 3, rows, t, inside, 0, DTYPE, LAYOUTS)
                     next_value = tl.where(done, next_value, successor)
             step = (done, tl.where(terminated, 0.0, next_value))
 
@@ -373,7 +369,7 @@ def scan_kernel(
             else:
                 tile += (
                     load(
-                        sources, strides, action_stride, STEP + k, rows, t, inside, KINDS[k], DTYPE, LAYOUTS, ALIGN
+                        sources, strides, action_stride, STEP + k, rows, t, inside, KINDS[k], DTYPE, LAYOUTS
                     ),
                 )  # fmt: skip
         hypers = ()
@@ -386,7 +382,7 @@ def scan_kernel(
                 hypers += (beside[BESIDE[1 + INPUTS + k]],)
             else:
                 hypers += (
-                    load(sources, strides, action_stride, STEP + INPUTS + k, rows, t, inside, 0, DTYPE, LAYOUTS, ALIGN),
+                    load(sources, strides, action_stride, STEP + INPUTS + k, rows, t, inside, 0, DTYPE, LAYOUTS),
                 )
 
         maps = COEFFICIENTS(step, tile, hypers)
@@ -424,7 +420,7 @@ def scan_kernel(
                 result = EPILOGUE(x, x, step, tile, hypers)
             for k in tl.static_range(len(WANTED)):
                 if WANTED[k]:
-                    place = outputs[k] + offset(strides, STEP + INPUTS + len(SCALAR) + k, rows, t, LAYOUTS, ALIGN)
+                    place = outputs[k] + offset(strides, STEP + INPUTS + len(SCALAR) + k, rows, t, LAYOUTS)
                     tl.store(place, tl.where(valid, result[k], 0.0), mask=inside)
 
     if SUMMARISE:
