@@ -78,7 +78,7 @@ def tile_plan(
         block_n, block_t, warps, stages = next(
             choice
             for choice in (
-                (64, 4 if step_bytes <= 16 else 2, 1, 4),
+                (32 if step_bytes > CROWDED else 64, 4 if step_bytes <= 16 else 2, 1, 4),
                 (16 if step_bytes <= 16 else 32, 8, 2 if exclusive else 1, 4),
                 (16, 16, 1, 3),
                 (8, 16, 1, 3),
