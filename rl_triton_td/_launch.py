@@ -428,21 +428,26 @@ class Memory:
         """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``."""
         if not tensors or not tensors[-1].is_cuda:
             return function(*args, **kwargs)
+        pointers = list(map(Tensor.data_ptr, tensors))
+        if functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
+            return function(*args, **kwargs)
+        guarded = tensors
+        if len({*pointers}) < len(pointers):
+            guarded = list({id(x): x for x in tensors}.values())
+            constants += (len(guarded), *map(pointers.index, pointers))  # who lies on whom
         try:
             replays = self.calls.setdefault(tuple(constants), [])
         except TypeError:  # something unhashable, of which no launch comes
             return function(*args, **kwargs)
-        pointers = list(map(Tensor.data_ptr, tensors))
-        apart = _apart(pointers)
-        for replay in replays if apart else ():
-            if replay.fits(*tensors):
+        for replay in replays:
+            if replay.fits(*guarded):
                 return replay(tensors, pointers)
         _recording.launches = launches = []
         try:
             result = function(*args, **kwargs)
         finally:
             _recording.launches = None
-        replay = _Replay.of(launches, tensors, pointers, result) if apart else None
+        replay = _Replay.of(launches, tensors, pointers, guarded, result)
         if replay is not None:
             if len(self.calls) >= 1024:
                 self.calls.clear()
@@ -485,11 +490,6 @@ def not_remembered() -> None:
         launches.append(None)
 
 
-def _apart(pointers) -> bool:
-    """Whether tensors lie aligned and nowhere twice, so that a pointer tells which argument it is."""
-    return not functools.reduce(operator.or_, pointers) & 15 and len({*pointers}) == len(pointers)
-
-
 def _like(output, tensors) -> int | None:
     """Which of ``tensors`` a new tensor like ``output`` can be made after."""
     for i, x in enumerate(tensors):
@@ -502,7 +502,7 @@ class _Replay:
     """One launch, with the arguments that its sources come from."""
 
     @classmethod
-    def of(cls, launches, tensors, pointers, result):
+    def of(cls, launches, tensors, pointers, guarded, result):
         if len(launches) != 1:
             return None
         plan, sources, outputs, initial = launches[0]
@@ -537,7 +537,7 @@ class _Replay:
             return None
         self.single = returned[0] if not isinstance(result, tuple) else None
         self.returned = tuple(returned)
-        self.fits = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return self
 
     def __call__(self, tensors, pointers):
