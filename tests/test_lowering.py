@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")  # whose assembler's report can be read
 HERE = Path(__file__).parent
 
 
@@ -43,3 +43,37 @@ def test_the_fused_retrace_is_among_them(reports):
 def test_rows_are_loaded_four_numbers_at_a_time(reports):
     dense = [r for r in reports if r["variant"] in ("gae 4096x128", "gae 65536x256", "gae 4096x2048")]
     assert len(dense) == 3 and all(r["vector_loads"] >= 3 for r in dense)  # reward, value, next value
+
+
+WORK = {  # of every launch: shuffles, loads of one number at a time, conversions of layout
+    "gae 32768x8": [(4, 2, 0)],
+    "gae 4096x128": [(12, 2, 0)],
+    "gae 65536x256": [(24, 4, 0)],
+    "gae 8192x16384": [(31, 0, 0)],
+    "gae 1x1000000": [(40, 4, 2), (64, 8, 1)],
+    "gae 65536x256 time-major": [(20, 0, 0)],
+    "gae 4096x128 shifted": [(12, 6, 0)],
+    "gae 4096x4096 shifted": [(19, 0, 0)],
+    "gae 4096x128 masked": [(30, 11, 0)],
+    "gae 4096x4096 masked": [(46, 4, 0)],
+    "gae' 4096x128": [(24, 3, 0)],
+    "td_lambda 65536x256": [(24, 4, 0)],
+    "discounted_return 65536x256": [(24, 4, 0)],
+    "vtrace 65536x256": [(24, 6, 0)],
+    "vtrace 4096x4096 masked": [(55, 4, 0)],
+    "vtrace' 4096x128": [(24, 7, 0)],
+    "retrace 65536x256": [(24, 14, 0)],
+    "retrace 512x4096 4 actions": [(56, 22, 4)],
+    "eligibility_trace 65536x256": [(24, 10, 0)],
+    "prefix_sum_ends_at 65536x256": [(24, 10, 0)],
+}
+
+
+@pytest.mark.parametrize("variant", WORK)
+def test_a_kernel_does_no_more_than_it_did(reports, variant):
+    launches = [r for r in reports if r["variant"].replace(" summary", "") == variant]
+    work = [tuple(r[name] for name in ("shuffles", "scalar_loads", "conversions")) for r in launches]
+    assert len(work) == len(WORK[variant]), work
+    assert all(x <= y for got, most in zip(work, WORK[variant], strict=True) for x, y in zip(got, most, strict=True)), (
+        f"{work}, at most {WORK[variant]}"
+    )
