@@ -98,6 +98,7 @@ def test_figures_of_a_gpu_are_drawn_and_tabled(tmp_path):
     assert [path.name for path in plots(rows, tmp_path)] == ["ceiling.png", "calls.png"]
 
 
+@pytest.mark.gpu_perf
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [Shape(64, 256), Shape(65536, 64), Shape(256, 128, "time")], ids=str)
 def test_figures_on_a_gpu(shape):

@@ -1,0 +1,257 @@
+"""Guards against regressions of cost: of counted work on any machine, of ratios of times on a GPU (``-m gpu_perf``).
+
+Work is counted where a GPU is only pretended: a call goes the way of one on a GPU's tensors, up to the launch.
+"""
+
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rl_triton_td
+from rl_triton_td import _launch, ops
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
+
+from benchmarks import measure, registry  # noqa: E402
+from benchmarks.registry import GAMMA, LMBDA, ROWS, Row  # noqa: E402
+from benchmarks.suites import Shape  # noqa: E402
+
+# -------------------------------------------------------------------------------------------------------- counted work
+N, T, AGENTS = 8, 16, 3
+WAYS = ("ours", "ours_out", "module", "module_out")
+WORK = {  # Python calls of each of WAYS, and how often the modules ask a tensordict for something
+    "gae": ((44, 53, 134, 110), (19, 15)),
+    "gae_bootstrap": ((43, 52, 134, 110), (19, 15)),
+    "gae_truncated": ((45, 54, 134, 110), (19, 15)),
+    "gae_masked": ((46, 55, 135, 111), (20, 16)),
+    "gae_per_step": ((45, 54, 134, 110), (19, 15)),
+    "gae_masked_cut": ((47, 56, 135, 111), (20, 16)),
+    "gae_of_agents": ((None, None, 134, 110), (19, 15)),
+    "td0": ((61, 60, 142, 120), (19, 15)),
+    "td0_advantage": ((63, 62),),
+    "td1": ((63, 62, 133, 109), (19, 15)),
+    "td1_advantage": ((64, 63),),
+    "td_lambda": ((66, 65, 134, 110), (19, 15)),
+    "td_lambda_advantage": ((67, 66),),
+    "td_lambda_terminal": ((65, 64),),
+    "reward2go": ((34, 34, 112, 100), (15, 13)),
+    "reward2go_truncated": ((38, 38, 112, 100), (15, 13)),
+    "vtrace": ((47, 56, 254, 230), (30, 26)),
+    "vtrace_bootstrap": ((46, 55, 254, 230), (30, 26)),
+    "vtrace_truncated": ((48, 57, 254, 230), (30, 26)),
+    "vtrace_masked": ((49, 58, 255, 231), (31, 27)),
+    "retrace": ((48, 57, 147, 123), (22, 18)),
+    "retrace_return": ((45, 45),),
+    "retrace_from_action_values": ((52,),),
+    "eligibility_trace": ((33, 33, 92, 80), (9, 7)),
+    "prefix_sum": ((31, 31, 91, 79), (9, 7)),
+    "linear_recurrence": ((31, 31),),
+}
+SLACK = 1.15  # of Python calls, which versions of Python and PyTorch make more or fewer of
+VIEWS = {f"aten.{name}.default" for name in ("view", "expand", "unsqueeze")}
+DENSE = ROWS["gae"].reads
+_advantage = partial(Row, reads=DENSE, outputs=("advantage",), reference="")
+ROWS_MORE = (
+    Row("gae_per_step", ROWS["gae"].function, "", DENSE + " gamma",
+        module=lambda: rl_triton_td.GAE(gamma=torch.full((N, T, 1), GAMMA), lmbda=LMBDA)),
+    Row("gae_of_agents", ROWS["gae"].function, "", DENSE,
+        module=partial(rl_triton_td.MultiAgentGAE, gamma=GAMMA, lmbda=LMBDA)),
+    Row("gae_masked_cut", ROWS["gae"].function, "", ROWS["gae_truncated"].reads + " mask", module=ROWS["gae"].module),
+    _advantage("td0_advantage", "td0_advantage_estimate", hypers={"gamma": GAMMA}),
+    _advantage("td1_advantage", "td1_advantage_estimate", hypers={"gamma": GAMMA}),
+    _advantage("td_lambda_advantage", "td_lambda_advantage_estimate"),
+    Row("vtrace_masked", ROWS["vtrace"].function, "", ROWS["vtrace"].reads + " mask", hypers={"gamma": GAMMA},
+        module=ROWS["vtrace"].module),
+    Row("retrace_return", "retrace_lambda_return_estimate", "", ROWS["retrace"].reads, ("value_target",)),
+)  # fmt: skip
+COUNTED = {**ROWS, **{row.name: row for row in ROWS_MORE}}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The outputs of every launch, as pointers; ``"compiled"`` for one that Triton is asked for."""
+    seen = []
+
+    def launch(plan, sources, outputs, before, initial):
+        if plan.compiled:
+            plan.run(sources, _launch._pointers(outputs), before, initial)
+        else:
+            plan.compiled = True
+            seen.append("compiled")
+
+    monkeypatch.setattr(_launch._Launch, "__call__", launch)
+    monkeypatch.setattr(_launch._Launch, "run", lambda plan, sources, outputs, before, initial: seen.append(outputs))
+    monkeypatch.setattr(_launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_launch, "_launches", {})
+    monkeypatch.setattr(ops, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    return seen
+
+
+def prepared(name, way, steps=T):
+    """``(call, fresh)`` of a contender of the benchmarks."""
+    row = COUNTED[name]
+    d = registry.entries(row, N, steps)
+    if way.startswith("module"):
+        d.pop("gamma", None)
+        if name == "gae_of_agents":
+            d |= {key: d[key].unsqueeze(2).repeat(1, 1, AGENTS, 1) for key in ("state_value", "next_state_value")}
+    return registry.CONTENDERS[way](row, d)
+
+
+class Operators(TorchDispatchMode):
+    """Names of PyTorch's operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators(call, x):
+    with Operators() as mode:
+        call(x)
+    return mode.seen
+
+
+def python_calls(call, x):
+    """Of functions, those in C too."""
+    seen, outer = [], sys.getprofile()
+    sys.setprofile(lambda frame, event, function: seen.append(event))
+    try:
+        call(x)
+    finally:
+        sys.setprofile(outer)
+    return sum(event in ("call", "c_call") for event in seen)
+
+
+ASKED = ("_get_str", "_get_tuple", "_set_str", "_set_tuple", "__getitem__", "__setitem__", "get", "set", "select",
+         "exclude", "copy", "clone", "keys", "values", "items")  # fmt: skip
+
+
+def asked(call, x):
+    """``{(method, key): times}`` of tensordicts."""
+    seen = Counter()
+
+    def counting(name, method):
+        def ask(self, *args, **kwargs):
+            seen[name, args[0] if args and type(args[0]) in (str, tuple) else None] += 1
+            return method(self, *args, **kwargs)
+
+        return ask
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ASKED:
+            patch.setattr(TensorDict, name, counting(name, getattr(TensorDict, name)))
+        call(x)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name, way, ceiling, questions",
+    [
+        pytest.param(name, way, ceiling, asks[0][k - 2] if k >= 2 else 0, id=f"{name}-{way}")
+        for name, (ceilings, *asks) in WORK.items()
+        for k, (way, ceiling) in enumerate(zip(WAYS, ceilings, strict=False))
+        if ceiling is not None
+    ],
+)
+def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, questions):
+    call, fresh = prepared(name, way)
+    outputs = COUNTED[name].outputs
+    if way.startswith("module") and name.startswith("td"):
+        outputs = ("advantage", "value_target")
+    made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+    first = operators(call, fresh())  # the first call of a layout launches through Triton
+    assert launched == ["compiled"]
+    assert [name for name in first if name not in VIEWS] == made
+    call(fresh())
+    launched.clear()
+
+    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling
+    written = call(fresh())
+    if way.startswith("module"):
+        written = tuple(written.get(key) for key in outputs)
+    written = written if isinstance(written, tuple) else (written,)
+    assert len(launched) == 3 and {x.data_ptr() for x in written} == set(launched[-1]) - {None}
+    answers = asked(call, fresh())
+    assert answers.total() <= questions, answers
+    assert answers["_get_str", "next"] == (0 if not questions else 2 if name == "prefix_sum" else 1)
+    assert operators(call, fresh()) == made
+
+
+def test_long_rows_are_two_launches(launched):
+    call, fresh = prepared("gae", "ours", 50_000)
+    call(fresh())
+    launched.clear()
+    made = operators(call, fresh())
+    assert [len(outputs) for outputs in launched] == [2, 2]
+    assert sorted(made) == ["aten.empty.memory_format"] * 2 + ["aten.empty_like.default"] * 2
+
+
+def test_a_backward_pass_is_one_launch(launched):
+    call, fresh = prepared("gae_backward", "ours")
+    call(fresh())
+    launched.clear()
+    outputs = fresh()
+    assert len(launched) == 1
+    assert operators(call, outputs) == ["rl_triton_td.evaluate.default"] and len(launched) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ ratios of times
+WIDE, ODD, SQUARE, TIME_MAJOR = Shape(65536, 256), Shape(16384, 1000), Shape(4096, 4096), Shape(65536, 256, "time")
+RATIOS = {  # device time over that of a kernel that copies as many bytes
+    "gae": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05, TIME_MAJOR: 1.08},
+    "gae_bootstrap": {WIDE: 1.14, ODD: 1.14, SQUARE: 1.14},
+    "gae_masked": {WIDE: 1.19},
+    "gae_backward": {WIDE: 1.5},
+    "td_lambda": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05},
+    "reward2go": {WIDE: 1.15, ODD: 1.15, SQUARE: 1.15},
+    "vtrace": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05},
+    "vtrace_bootstrap": {SQUARE: 1.15},
+    "retrace": {WIDE: 1.1, ODD: 1.1, SQUARE: 1.15},
+    "eligibility_trace": {WIDE: 1.13},
+    "prefix_sum": {WIDE: 1.1},
+}
+
+
+@pytest.mark.gpu_perf
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, shape, ceiling",
+    [
+        pytest.param(name, shape, ceiling, id=f"{name}-{shape.N}x{shape.T}-{shape.layout}")
+        for name, ceilings in RATIOS.items()
+        for shape, ceiling in ceilings.items()
+    ],
+)
+def test_time_on_the_device_is_that_of_a_copy(name, shape, ceiling):
+    case = measure.Case(ROWS[name], shape, "cuda")
+    assert case.bytes >= 1e8
+    figures = case.measure("ours", False, 120)
+    assert figures["note"] is None, figures["note"]
+    ratio = figures["device_us"] / measure.copy_us(case.bytes, case.device)
+    print(f"ratio {ratio:.3f}")
+    assert ratio <= ceiling, f"{ratio:.3f} times the copy, {ceiling} allowed"
+
+
+@pytest.mark.gpu_perf
+@pytest.mark.gpu
+def test_a_module_takes_little_longer_than_its_function():
+    case = measure.Case(ROWS["gae"], Shape(4096, 128), "cuda")
+    figures = {way: case.measure(way, False, 120) for way in ("ours_out", "module_out")}
+    assert not any(f["note"] for f in figures.values()), figures
+    ratio = figures["module_out"]["back_to_back_us"] / figures["ours_out"]["back_to_back_us"]
+    print(f"ratio {ratio:.3f}")
+    assert ratio <= 1.6, f"{ratio:.3f} times the function"
