@@ -1,7 +1,7 @@
-"""Evaluating a :class:`~.specs.Spec` on tensors: by the fused kernel, or by PyTorch around one scan.
+"""Evaluating a :class:`~.specs.Spec` on tensors: by the fused kernel, one compiled loop, or PyTorch around a scan.
 
-:func:`evaluate` is the one door. On a GPU a spec is one fused kernel; on a CPU its coefficient functions are read as
-PyTorch expressions around a bare scan. Under gradients and under tracing that is one operator,
+:func:`evaluate` is the one door. On a GPU a spec is one fused kernel; on a CPU it is one loop that numba compiles, and
+without numba its coefficient functions are read as PyTorch expressions around a bare scan. Under gradients and under tracing that is one operator,
 ``rl_triton_td::evaluate``, for all specs; its gradient is the operator again, on the spec's :mod:`adjoint <.adjoint>`.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import _cpu
 from ._launch import HEAD, launch, not_remembered
 from ._triton import runs_kernels
 from .adjoint import INPUTS, adjoint, differentiable, named
@@ -98,7 +99,8 @@ def evaluate(
     fused = not seen and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
-    last, looked = None, mask is not None and not (fused and spec.causal)
+    compiled = not seen and not fused and _cpu.compiles(spec, like.device)
+    last, looked = None, mask is not None and not ((fused or compiled) and spec.causal)
     if looked:
         inputs, hypers, successor, last = _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
     if fused:
@@ -118,6 +120,10 @@ def evaluate(
             kinds=None if choice is None else choice.kinds,
         )
     head = (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
+    if compiled:
+        outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
+        _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute)
+        return outputs
     results = None
     if seen:
         wanted = tuple(-1 if o is None else DTYPES.index(like.dtype) for o in out)
@@ -406,6 +412,9 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
             behind=behind,
             dtype=compute,
         )
+    elif like.numel() and _cpu.compiles(spec, like.device):
+        looked = head[HEAD.index("mask")] is not None
+        _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
     elif like.numel():
         results = _composite(spec, head, inputs, hypers, initial, made, time_dim, behind, compute, like.device, _solve)
         for x, result in zip(made, results, strict=True):

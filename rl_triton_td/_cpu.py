@@ -1,0 +1,346 @@
+"""A :class:`~.specs.Spec` on CPU tensors as one compiled loop, where numba is installed.
+
+The coefficient functions are traced into symbols, as :mod:`.adjoint` does to derive gradients, and written out in
+scalars as the body of a loop over rows and, serially, over time: every entry is read where it lies. One function is
+compiled for each spec and set of entries; shapes, strides and addresses are its arguments.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import hashlib
+import importlib.util
+import math
+import os
+import re
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ._launch import HEAD, _merge_rows
+from .adjoint import DECAYED, EXP, INPUTS, SELECT, NotDifferentiable, _named, _ordered, _trace
+from .specs import FLAGS, Spec
+
+INSTALLED = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
+BLOCK = 64  # rows at most that take a step together
+TOGETHER = 4  # rows that do where a row's steps lie side by side: as many as keep the arithmetic busy
+HEAD_FLAGS = frozenset(HEAD.index(name) for name in FLAGS)
+FORMS = {
+    SELECT: "({1} if {0} else {2})",
+    EXP: "exp({})",
+    DECAYED: "(F(0.0) if {0} == F(0.0) else {0} * {1})",
+    "~{}": "not {}",
+}
+
+
+def compiles(spec: Spec, device: torch.device) -> bool:
+    """Whether :func:`evaluate` is there for ``spec`` on ``device``."""
+    return INSTALLED and device.type == "cpu" and _traceable(spec)
+
+
+def _symbols(spec: Spec):
+    return _named("x[{}]", spec.recurrences), _named("x_next[{}]", spec.recurrences)
+
+
+@functools.cache
+def _traceable(spec: Spec) -> bool:
+    try:
+        _trace(spec, *_symbols(spec))
+    except NotDifferentiable:
+        return False
+    return True
+
+
+def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, looked: bool, behind: bool, compute):
+    """Write the ``outputs`` of ``spec``, tensors of one shape or ``None``.
+
+    Args:
+        head, inputs, hypers, initial: the sources, as the operator has them; hypers may be numbers.
+        looked: entries that the spec reads at another step are already those of the valid neighbour.
+        behind: the bootstrap holds only behind the last step.
+        compute: dtype of the arithmetic.
+    """
+    sources = [_flag(x) if k in HEAD_FLAGS else _number(x, compute) for k, x in enumerate(head)]
+    sources += (_flag(x) if flag else _number(x, compute) for x, flag in zip(inputs, spec.flags, strict=True))
+    numbers = array.array("d" if compute == torch.float64 else "f")
+    for h in hypers:
+        if isinstance(h, Tensor):
+            sources.append(_number(h, compute))
+        else:
+            sources.append(len(numbers))
+            numbers.append(h)
+    sources.append(_number(initial, compute))
+    written = outputs
+    if not looked and not spec.causal:  # a step must not overwrite what its neighbour reads
+        read = {x.data_ptr() for x in sources if isinstance(x, Tensor)}
+        written = [o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs]
+    written = [o if o is None or o.dtype == compute else torch.empty_like(o, dtype=compute) for o in written]
+    entries = (*sources, *written)
+    shape = next(o for o in written if o is not None).shape
+    strides = tuple([x.stride() if isinstance(x, Tensor) else None if x is None else () for x in entries])
+    key = (spec, shape, time_dim, strides, looked, behind, compute)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(*key)
+        if len(_plans) >= 4096:
+            _plans.clear()
+        _plans[key] = plan
+    first, size = numbers.buffer_info()[0], numbers.itemsize
+    places = [x.data_ptr() if isinstance(x, Tensor) else first + size * x for x in entries if x is not None]
+    pointers, (loop, layout) = array.array("q", places), plan
+    loop(layout.buffer_info()[0], pointers.buffer_info()[0])
+    for output, fresh in zip(outputs, written, strict=True):
+        if output is not fresh:
+            output.copy_(fresh)
+
+
+def _flag(x):
+    return x if x is None or x.dtype == torch.bool else x != 0
+
+
+def _number(x, dtype):
+    return x if x is None or x.dtype == dtype else x.to(dtype)
+
+
+_plans: dict[tuple, tuple] = {}
+
+
+def _plan(spec, shape, time_dim, strides, looked, behind, compute):
+    """The loop and its layout: counts, sizes of the outer row dimensions, and of each entry the strides in bytes."""
+    first_hyper = INPUTS + len(spec.inputs)
+    initial = first_hyper + len(spec.hypers)
+    flags = {*HEAD_FLAGS, *(INPUTS + k for k, flag in enumerate(spec.flags) if flag)}
+    steps, size, held, contiguous = shape[time_dim], compute.itemsize, [], 0
+    for k, s in enumerate(strides):
+        if s is None:
+            continue
+        if k == initial:
+            s = (*s[:time_dim], 0, *s[time_dim:])
+        contiguous += len(s) > 0 and s[time_dim] == 1
+        held.append(tuple(stride * (1 if k in flags else size) for stride in s or (0,) * len(shape)))
+    sizes, merged = _merge_rows(shape, time_dim, held)
+    together = TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
+    layout = [max(0, len(sizes) - 1), sizes[-1] if sizes else 1, steps, together, *sizes[:-1]]
+    for s, m in zip(held, merged, strict=True):
+        layout += (s[time_dim], m[-1] if m else 0, *m[:-1])
+    present = tuple(s is not None for s in strides)
+    scalar = tuple(s == () for s in strides[first_hyper:initial])
+    return _function(spec, present, scalar, looked, behind, compute == torch.float64), array.array("q", layout)
+
+
+# ------------------------------------------------------------------------------------------------------------- source
+
+
+def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
+    """The loop, in names that :func:`_language` gives a meaning."""
+    tiles = [f"tile{k}" for k in range(len(spec.inputs))]
+    hypers = [f"hyper{k}" for k in range(len(spec.hypers))]
+    outs = [f"out{k}" for k in range(len(spec.outputs))]
+    carries = [f"carry{k}" for k in range(spec.recurrences)]
+    sources = [*HEAD[:INPUTS], *tiles, *hypers]
+    entries = [name for name, there in zip((*sources, "initial", *outs), present, strict=True) if there]
+    wanted = [(k, name) for k, name in enumerate(outs) if name in entries]
+    flags = {*FLAGS, *(name for name, flag in zip(tiles, spec.flags, strict=True) if flag)}
+    scalars = [name for name, is_scalar in zip(hypers, scalar, strict=True) if is_scalar and name in entries]
+    tensors = [name for name in entries if name not in scalars]
+    shifts = {"successor": 1, **dict(zip((*tiles, *hypers), spec.shifts, strict=True))}
+    shifts = {k: shift for k, shift in shifts.items() if shift and k in tensors and not looked}
+    held = [name for name in shifts if spec.causal]  # the scan has just come by what they read
+    past_mask = "mask" in entries and not looked
+    rooms = [*carries, *(f"held_{name}" for name in held), *(["follows"] if past_mask and spec.transition else [])]
+
+    def place(name, t="t"):
+        return f"at_{name} + {t} * time_{name} + n * row_{name}"
+
+    def read(name, t="t"):
+        return f"{'flag' if name in flags else 'number'}({place(name, t)})"
+
+    def nothing(name):
+        return "False" if name in flags else "F(0.0)"
+
+    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}(layout, pointers):"]
+
+    def emit(depth, *texts):
+        lines.extend("    " * depth + text for text in texts)
+
+    emit(1, *(f"{name} = integer(layout + {8 * k})" for k, name in enumerate(("dims", "rows", "steps", "together"))))
+    emit(1, "first, outer = layout + 32 + 8 * dims, 1")
+    emit(1, "for d in range(dims):", "    outer *= integer(layout + 32 + 8 * d)")
+    for k, name in enumerate(entries):
+        emit(1, f"strides_{name}, start_{name} = first + {8 * k} * (2 + dims), integer(pointers + {8 * k})")
+        emit(1, f"time_{name}, row_{name} = integer(strides_{name}), integer(strides_{name} + 8)")
+    emit(1, *(f"{name} = number(start_{name})" for name in scalars), *(f"{name} = room()" for name in rooms))
+    emit(1, "for o in range(outer):")
+    emit(2, *(f"at_{name} = start_{name}" for name in tensors), "rest = o", "for k in range(dims):")
+    emit(3, "d = dims - 1 - k", "size = integer(layout + 32 + 8 * d)", "index, rest = rest % size, rest // size")
+    emit(3, *(f"at_{name} += index * integer(strides_{name} + 16 + 8 * d)" for name in tensors))
+    emit(2, "for begin in range(0, rows, together):")
+    emit(3, "end = min(begin + together, rows)")
+    if rooms:
+        entering = read("initial", "0") if "initial" in entries else "F(0.0)"
+        emit(3, "for n in range(begin, end):")
+        emit(4, *(f"write({k} + (n - begin) * 8, {entering if k in carries else 'F(0.0)'})" for k in rooms))
+    emit(3, "for i in range(steps):")
+    emit(4, f"t = {'steps - 1 - i' if spec.reverse else 'i'}", "for n in range(begin, end):")
+    body = functools.partial(emit, 5)
+    body("slot = (n - begin) * 8")
+    if "mask" in entries:
+        body(f"if not {read('mask')}:", *(f"    write({place(name)}, F(0.0))" for _, name in wanted), "    continue")
+
+    values = {}
+    for name in sources:
+        values[name] = nothing(name) if name not in entries else name if name in scalars else f"here_{name}"
+        if name in held:
+            own = f"(F(1.0) if {read(name)} else F(0.0))" if name in flags else read(name)
+            past = f"number(held_{name} + slot)" + (" != F(0.0)" if name in flags else "")
+            body(f"here_{name}, own = {past}, {own}", f"write(held_{name} + slot, own)")
+        elif name in shifts:
+            t = f"(t + {shifts[name]})"
+            body(f"here_{name} = {read(name, t)} if 0 <= {t} < steps else {nothing(name)}")
+        elif name in tensors and name != "mask":
+            body(f"here_{name} = {read(name)}")
+    if spec.transition:
+        last = "here_last" if "last" in entries else "t == steps - 1"
+        if past_mask:
+            last = "number(follows + slot) == F(0.0)"
+        body(f"last = {last}", f"terminated = {values['terminated']}", f"done = {values['done']} or terminated or last")
+        if past_mask:
+            body("write(follows + slot, F(1.0))")
+        following = values["next_value"]
+        if "next_value" not in entries:
+            following = values["bootstrap"]
+            if behind:
+                following = f"({following} if last else F(NAN))"
+            if "successor" in entries:
+                following = f"({following} if done else {values['successor']})"
+        body(f"next_value = F(0.0) if terminated else {following}")
+    body(*(f"before{k} = number({name} + slot)" for k, name in enumerate(carries)))
+
+    maps, results = _trace(spec, *_symbols(spec))
+    leaves = {"step[0]": "done", "step[1]": "next_value"}
+    leaves |= {f"tile[{k}]": values[name] for k, name in enumerate(tiles)}
+    leaves |= {f"hypers[{k}]": values[name] for k, name in enumerate(hypers)}
+    leaves |= {f"x[{k}]": f"x{k}" for k in range(spec.recurrences)}
+    leaves |= {f"x_next[{k}]": f"before{k}" for k in range(spec.recurrences)}
+    texts = {}
+
+    def express(root):
+        for node in _ordered([root]):
+            if node in texts:
+                continue
+            if node.args:
+                body(f"v{len(texts)} = {FORMS.get(node.form, node.form).format(*(texts[arg] for arg in node.args))}")
+                texts[node] = f"v{len(texts)}"
+            elif node.value is None:
+                texts[node] = leaves[node.form]
+            else:
+                texts[node] = f"F({repr(node.value).replace('nan', 'NAN').replace('inf', 'INF')})"
+        return f"F({texts[root]})"
+
+    for k, name in enumerate(carries):
+        body(f"x{k} = {express(maps[2 * k])}", f"w{k} = {express(maps[2 * k + 1])}")
+        body(f"if w{k} != F(0.0):", f"    x{k} += w{k} * before{k}", f"write({name} + slot, x{k})")
+    for k, name in wanted:
+        result = express(results[k])
+        body(f"write({place(name)}, {result})")
+    return "\n".join(lines) + "\n"
+
+
+# -------------------------------------------------------------------------------------------------------- compilation
+
+_compiling = threading.RLock()
+_functions: dict[tuple, object] = {}
+
+
+def _function(*key):
+    with _compiling:
+        if key not in _functions:
+            *variant, double = key
+            _functions[key] = _compiled(_source(*variant), double)
+        return _functions[key]
+
+
+@functools.cache
+def _language(double: bool) -> dict:
+    """What the names in a loop's source mean."""
+    import numba
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    kind = types.float64 if double else types.float32
+
+    def reader(kind, stored):
+        @intrinsic
+        def read(context, place):
+            def build(context, builder, signature, args):
+                lies = context.get_data_type(stored)
+                value = builder.load(builder.inttoptr(args[0], lies.as_pointer()))
+                return builder.icmp_unsigned("!=", value, lies(0)) if kind is types.boolean else value
+
+            return kind(types.int64), build
+
+        return read
+
+    @intrinsic
+    def write(context, place, value):
+        def build(context, builder, signature, args):
+            builder.store(args[1], builder.inttoptr(args[0], context.get_data_type(kind).as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), build
+
+    @intrinsic
+    def room(context):
+        def build(context, builder, signature, args):
+            word = context.get_data_type(types.int64)
+            return builder.ptrtoint(cgutils.alloca_once(builder, word, size=BLOCK), word)
+
+        return types.int64(), build
+
+    return {
+        "F": numba.float64 if double else numba.float32,
+        "NAN": math.nan,
+        "INF": math.inf,
+        "exp": math.exp,
+        "number": reader(kind, kind),
+        "integer": reader(types.int64, types.int64),
+        "flag": reader(types.boolean, types.uint8),
+        "write": write,
+        "room": room,
+        "__name__": __name__,  # numba imports it when it loads what it has kept
+    }
+
+
+def _compiled(source: str, double: bool):
+    """The loop of ``source``; from disk where a process has compiled it before and the user's cache can be written."""
+    import numba
+
+    def compiled(file, cache):
+        namespace = dict(_language(double))
+        exec(compile(source, file, "exec"), namespace)
+        loop = namespace[source[4 : source.index("(")]]
+        return numba.njit("void(int64, int64)", nogil=True, error_model="numpy", cache=cache)(loop)
+
+    try:
+        return compiled(str(_kept(source, double)), True)
+    except (OSError, RuntimeError):  # no home, no room, no right to write there
+        return compiled(f"<{__name__}>", False)
+
+
+def _kept(source: str, double: bool) -> Path:
+    """The file that holds ``source``, beside which numba keeps the machine code."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_triton_td"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    meaning = f"{source}{double}".encode() + Path(__file__).read_bytes()
+    file = folder / f"{hashlib.sha256(meaning).hexdigest()[:32]}.py"
+    if not file.exists():
+        handle, fresh = tempfile.mkstemp(dir=folder)
+        with open(handle, "w") as stream:
+            stream.write(source)
+        os.replace(fresh, file)
+    return file
