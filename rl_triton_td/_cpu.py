@@ -16,6 +16,7 @@ import os
 import re
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from .specs import FLAGS, Spec
 INSTALLED = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 BLOCK = 64  # rows at most that take a step together
 TOGETHER = 4  # rows that do where a row's steps lie side by side: as many as keep the arithmetic busy
+SHARED = 2**17  # steps in all, from where threads share them
 HEAD_FLAGS = frozenset(HEAD.index(name) for name in FLAGS)
 FORMS = {
     SELECT: "({1} if {0} else {2})",
@@ -91,8 +93,8 @@ def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, 
         _plans[key] = plan
     first, size = numbers.buffer_info()[0], numbers.itemsize
     places = [x.data_ptr() if isinstance(x, Tensor) else first + size * x for x in entries if x is not None]
-    pointers, (loop, layout) = array.array("q", places), plan
-    loop(layout.buffer_info()[0], pointers.buffer_info()[0])
+    pointers, (loop, layout, outer, rows) = array.array("q", places), plan
+    _shared(loop, (layout.buffer_info()[0], pointers.buffer_info()[0]), outer, rows, shape.numel())
     for output, fresh in zip(outputs, written, strict=True):
         if output is not fresh:
             output.copy_(fresh)
@@ -106,11 +108,35 @@ def _number(x, dtype):
     return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
+def _shared(loop, addresses, outer: int, rows: int, work: int):
+    """Run ``loop`` over all rows, by several threads where there is enough to do."""
+    threads = min(torch.get_num_threads(), max(outer, rows)) if work >= SHARED else 1
+    if threads == 1:
+        return loop(*addresses, 0, outer, 0, rows)
+    edges = [max(outer, rows) * k // threads for k in range(threads + 1)]
+    shares = [(a, b, 0, rows) if outer > rows else (0, outer, a, b) for a, b in zip(edges, edges[1:])]  # noqa: B905
+    others = [_pool(threads).submit(loop, *addresses, *share) for share in shares[1:]]
+    loop(*addresses, *shares[0])
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix=__name__)
+
+
+if hasattr(os, "register_at_fork"):  # threads stay behind in the parent
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
 _plans: dict[tuple, tuple] = {}
 
 
 def _plan(spec, shape, time_dim, strides, looked, behind, compute):
-    """The loop and its layout: counts, sizes of the outer row dimensions, and of each entry the strides in bytes."""
+    """The loop, its layout and the numbers of outer and of innermost rows.
+
+    A layout holds counts, the sizes of the outer row dimensions and, of each entry, the strides in bytes.
+    """
     first_hyper = INPUTS + len(spec.inputs)
     initial = first_hyper + len(spec.hypers)
     flags = {*HEAD_FLAGS, *(INPUTS + k for k, flag in enumerate(spec.flags) if flag)}
@@ -124,12 +150,13 @@ def _plan(spec, shape, time_dim, strides, looked, behind, compute):
         held.append(tuple(stride * (1 if k in flags else size) for stride in s or (0,) * len(shape)))
     sizes, merged = _merge_rows(shape, time_dim, held)
     together = TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
-    layout = [max(0, len(sizes) - 1), sizes[-1] if sizes else 1, steps, together, *sizes[:-1]]
+    layout = [max(0, len(sizes) - 1), steps, together, *sizes[:-1]]
     for s, m in zip(held, merged, strict=True):
         layout += (s[time_dim], m[-1] if m else 0, *m[:-1])
     present = tuple(s is not None for s in strides)
     scalar = tuple(s == () for s in strides[first_hyper:initial])
-    return _function(spec, present, scalar, looked, behind, compute == torch.float64), array.array("q", layout)
+    loop = _function(spec, present, scalar, looked, behind, compute == torch.float64)
+    return loop, array.array("q", layout), math.prod(sizes[:-1]), sizes[-1] if sizes else 1
 
 
 # ------------------------------------------------------------------------------------------------------------- source
@@ -162,28 +189,28 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
     def nothing(name):
         return "False" if name in flags else "F(0.0)"
 
-    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}(layout, pointers):"]
+    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}(layout, pointers, outer_low, outer_high, low, high):"]
 
     def emit(depth, *texts):
         lines.extend("    " * depth + text for text in texts)
 
-    emit(1, *(f"{name} = integer(layout + {8 * k})" for k, name in enumerate(("dims", "rows", "steps", "together"))))
-    emit(1, "first, outer = layout + 32 + 8 * dims, 1")
-    emit(1, "for d in range(dims):", "    outer *= integer(layout + 32 + 8 * d)")
+    emit(1, *(f"{name} = integer(layout + {8 * k})" for k, name in enumerate(("dims", "steps", "together"))))
+    emit(1, "first = layout + 24 + 8 * dims")
     for k, name in enumerate(entries):
         emit(1, f"strides_{name}, start_{name} = first + {8 * k} * (2 + dims), integer(pointers + {8 * k})")
         emit(1, f"time_{name}, row_{name} = integer(strides_{name}), integer(strides_{name} + 8)")
     emit(1, *(f"{name} = number(start_{name})" for name in scalars), *(f"{name} = room()" for name in rooms))
-    emit(1, "for o in range(outer):")
+    emit(1, "for o in range(outer_low, outer_high):")
     emit(2, *(f"at_{name} = start_{name}" for name in tensors), "rest = o", "for k in range(dims):")
-    emit(3, "d = dims - 1 - k", "size = integer(layout + 32 + 8 * d)", "index, rest = rest % size, rest // size")
+    emit(3, "d = dims - 1 - k", "size = integer(layout + 24 + 8 * d)", "index, rest = rest % size, rest // size")
     emit(3, *(f"at_{name} += index * integer(strides_{name} + 16 + 8 * d)" for name in tensors))
-    emit(2, "for begin in range(0, rows, together):")
-    emit(3, "end = min(begin + together, rows)")
+    emit(2, "for begin in range(low, high, together):")
+    emit(3, "end = min(begin + together, high)")
     if rooms:
         entering = read("initial", "0") if "initial" in entries else "F(0.0)"
         emit(3, "for n in range(begin, end):")
-        emit(4, *(f"write({k} + (n - begin) * 8, {entering if k in carries else 'F(0.0)'})" for k in rooms))
+        emit(4, "slot = (n - begin) * 8")
+        emit(4, *(f"keep({k} + slot, {entering})" if k in carries else f"write({k} + slot, F(0.0))" for k in rooms))
     emit(3, "for i in range(steps):")
     emit(4, f"t = {'steps - 1 - i' if spec.reverse else 'i'}", "for n in range(begin, end):")
     body = functools.partial(emit, 5)
@@ -207,7 +234,7 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
         last = "here_last" if "last" in entries else "t == steps - 1"
         if past_mask:
             last = "number(follows + slot) == F(0.0)"
-        body(f"last = {last}", f"terminated = {values['terminated']}", f"done = {values['done']} or terminated or last")
+        body(f"last = {last}", f"terminated = {values['terminated']}", f"done = {values['done']} | terminated | last")
         if past_mask:
             body("write(follows + slot, F(1.0))")
         following = values["next_value"]
@@ -218,14 +245,14 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
             if "successor" in entries:
                 following = f"({following} if done else {values['successor']})"
         body(f"next_value = F(0.0) if terminated else {following}")
-    body(*(f"before{k} = number({name} + slot)" for k, name in enumerate(carries)))
+    body(*(f"carried{k} = kept({name} + slot)" for k, name in enumerate(carries)))
 
     maps, results = _trace(spec, *_symbols(spec))
     leaves = {"step[0]": "done", "step[1]": "next_value"}
     leaves |= {f"tile[{k}]": values[name] for k, name in enumerate(tiles)}
     leaves |= {f"hypers[{k}]": values[name] for k, name in enumerate(hypers)}
     leaves |= {f"x[{k}]": f"x{k}" for k in range(spec.recurrences)}
-    leaves |= {f"x_next[{k}]": f"before{k}" for k in range(spec.recurrences)}
+    leaves |= {f"x_next[{k}]": f"F(carried{k})" for k in range(spec.recurrences)}
     texts = {}
 
     def express(root):
@@ -242,8 +269,9 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
         return f"F({texts[root]})"
 
     for k, name in enumerate(carries):
-        body(f"x{k} = {express(maps[2 * k])}", f"w{k} = {express(maps[2 * k + 1])}")
-        body(f"if w{k} != F(0.0):", f"    x{k} += w{k} * before{k}", f"write({name} + slot, x{k})")
+        u, w = express(maps[2 * k]), express(maps[2 * k + 1])
+        body(f"w{k} = {w}", f"sum{k} = D({u}) + D(w{k}) * (carried{k} if w{k} != F(0.0) else 0.0)")
+        body(f"keep({name} + slot, sum{k})", f"x{k} = F(sum{k})")
     for k, name in wanted:
         result = express(results[k])
         body(f"write({place(name)}, {result})")
@@ -267,7 +295,6 @@ def _function(*key):
 @functools.cache
 def _language(double: bool) -> dict:
     """What the names in a loop's source mean."""
-    import numba
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -286,13 +313,16 @@ def _language(double: bool) -> dict:
 
         return read
 
-    @intrinsic
-    def write(context, place, value):
-        def build(context, builder, signature, args):
-            builder.store(args[1], builder.inttoptr(args[0], context.get_data_type(kind).as_pointer()))
-            return context.get_dummy_value()
+    def writer(kind):
+        @intrinsic
+        def write(context, place, value):
+            def build(context, builder, signature, args):
+                builder.store(args[1], builder.inttoptr(args[0], context.get_data_type(kind).as_pointer()))
+                return context.get_dummy_value()
 
-        return types.void(types.int64, kind), build
+            return types.void(types.int64, kind), build
+
+        return write
 
     @intrinsic
     def room(context):
@@ -303,14 +333,17 @@ def _language(double: bool) -> dict:
         return types.int64(), build
 
     return {
-        "F": numba.float64 if double else numba.float32,
+        "F": kind,
+        "D": types.float64,  # of what is carried: a sum over a million steps keeps its digits
         "NAN": math.nan,
         "INF": math.inf,
         "exp": math.exp,
         "number": reader(kind, kind),
         "integer": reader(types.int64, types.int64),
         "flag": reader(types.boolean, types.uint8),
-        "write": write,
+        "write": writer(kind),
+        "kept": reader(types.float64, types.float64),
+        "keep": writer(types.float64),
         "room": room,
         "__name__": __name__,  # numba imports it when it loads what it has kept
     }
@@ -324,7 +357,7 @@ def _compiled(source: str, double: bool):
         namespace = dict(_language(double))
         exec(compile(source, file, "exec"), namespace)
         loop = namespace[source[4 : source.index("(")]]
-        return numba.njit("void(int64, int64)", nogil=True, error_model="numpy", cache=cache)(loop)
+        return numba.njit(f"void({', '.join(['int64'] * 6)})", nogil=True, error_model="numpy", cache=cache)(loop)
 
     try:
         return compiled(str(_kept(source, double)), True)

@@ -1,8 +1,9 @@
 """Evaluating a :class:`~.specs.Spec` on tensors: by the fused kernel, one compiled loop, or PyTorch around a scan.
 
 :func:`evaluate` is the one door. On a GPU a spec is one fused kernel; on a CPU it is one loop that numba compiles, and
-without numba its coefficient functions are read as PyTorch expressions around a bare scan. Under gradients and under tracing that is one operator,
-``rl_triton_td::evaluate``, for all specs; its gradient is the operator again, on the spec's :mod:`adjoint <.adjoint>`.
+without numba its coefficient functions are read as PyTorch expressions around a bare scan. Under gradients and under
+tracing that is one operator, ``rl_triton_td::evaluate``, for all specs; its gradient is the operator again, on the
+spec's :mod:`adjoint <.adjoint>`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,316 @@
+"""The compiled CPU path, and the one in PyTorch that stands in for it without numba; the other tests run the former."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import rl_triton_td.functional as F
+from conftest import INTERPRET, agree, rollout, within
+from rl_triton_td import _cpu, ops
+from rl_triton_td.specs import SPECS, Spec, identity, jit, tl
+from test_functional import ESTIMATORS, arguments, computed, every_estimator, expected, hold, with_values
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter runs the kernels on CPU tensors")
+compiled = pytest.mark.skipif(not _cpu.INSTALLED, reason="needs numba")
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    monkeypatch.setattr(_cpu, "INSTALLED", False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the specs that the compiled loop evaluates."""
+    names, evaluate = [], _cpu.evaluate
+    monkeypatch.setattr(_cpu, "evaluate", lambda spec, *args: names.append(spec.name) or evaluate(spec, *args))
+    return names
+
+
+def entries(name, masked, N=4, T=23, **changes):
+    x = rollout(N, T, seed=11, dtype=changes.pop("dtype", torch.float32))
+    return arguments(name, x, **({"mask": x["mask"]} if masked else {}), **changes)
+
+
+masks = pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+
+
+# ----------------------------------------------------------------------------------------------------------- in PyTorch
+@every_estimator
+@masks
+def test_without_numba(name, masked, in_pytorch, calls):
+    hold(name, entries(name, masked), "cpu")
+    assert not calls
+
+
+@with_values
+@masks
+def test_successors_from_shifted_values_without_numba(name, masked, in_pytorch):
+    x = rollout(4, 23, seed=11, dtype=torch.float32)
+    shifted = {k: x[k] for k in ("state_value", "bootstrap", "done")} | {"next_state_value": None}
+    hold(name, entries(name, masked, **shifted), "cpu")
+
+
+@pytest.mark.parametrize("T", [5, 1000])
+def test_nan_stays_in_its_episode_without_numba(T, in_pytorch):
+    args = entries("gae", False, T=T)
+    args["done"][:, T // 2] = True
+    clean = expected("gae", args)
+    args["reward"][:, -1] = torch.nan
+    for actual, wanted in zip(computed("gae", args), clean, strict=True):
+        within(actual[:, : T // 2 + 1], wanted[:, : T // 2 + 1], 1e-5, 1.0)
+        assert actual[:, -1].isnan().all()
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+@compiled
+@every_estimator
+@masks
+@pytest.mark.parametrize("layout", ["time-major", "every other", "expanded", "five dimensions"])
+def test_any_layout(name, masked, layout, calls):
+    args = entries(name, masked, N=8)
+
+    def lay(x):
+        rows = x.ndim == 1
+        x = x[:, None] if rows else x
+        if layout == "time-major":
+            x = x.t().contiguous().t()
+        elif layout == "every other":
+            x = x.repeat_interleave(2, 0)[::2].repeat_interleave(3, 1)[:, ::3]
+        elif layout == "expanded":
+            return (x[:1].expand(8, -1)[:, 0] if rows else x[:1].expand(8, -1))[..., None]
+        else:
+            x = x.view(2, 2, 2, 1, -1).movedim(-1, 0).contiguous().movedim(0, -1)
+        x = x[..., None]
+        return x[..., 0, :] if rows else x
+
+    def back(x):
+        return x.squeeze(-1).reshape(8, -1)
+
+    wanted = expected(name, {k: lay(v).squeeze(-1) if layout == "expanded" and isinstance(v, torch.Tensor) else v
+                             for k, v in args.items()})  # fmt: skip
+    for a, w in zip(computed(name, args, lay=lay, back=back), wanted, strict=True):
+        within(a, w, 1e-5, 1.0, f"{name}, {layout}")
+    assert calls
+
+
+@compiled
+@every_estimator
+def test_double_precision_is_kept(name, calls):
+    args = entries(name, False, dtype=torch.float64)
+    for a, w in zip(computed(name, args), expected(name, args), strict=True):
+        assert a.dtype == torch.float64
+        within(a, w, 1e-12, 1.0, name)
+    assert calls
+
+
+@compiled
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.float32])
+def test_flags_of_any_dtype(kind):
+    args = entries("vtrace", True)
+    wanted = computed("vtrace", args)
+    args |= {k: 2 * args[k].to(kind) for k in ("done", "terminated", "mask")}
+    assert all(map(torch.equal, computed("vtrace", args), wanted))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+def test_half_precision(dtype, given):
+    args = {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in entries("gae", False).items()}  # fmt: skip
+    out = {"out": tuple(torch.empty(4, 23, 1, dtype=dtype) for _ in range(2))} if given else {}
+    for a, w in zip(computed("gae", args, **out), expected("gae", args), strict=True):
+        assert a.dtype == dtype
+        agree(a, w.to(dtype), 1e-2, 1e-2)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["gae", "vtrace", "eligibility_trace", "retrace_retrace"])
+@pytest.mark.parametrize("N,T", [(1, 3000), (301, 9), (70, 5)])
+def test_threads_and_repetition_change_no_bit(name, N, T, monkeypatch):
+    args = entries(name, True, N=N, T=T)
+    once, again = computed(name, args), computed(name, args)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(_cpu, "SHARED", 1)
+    try:
+        torch.set_num_threads(3)
+        shared = computed(name, args)
+    finally:
+        torch.set_num_threads(threads)
+    for a, b, c in zip(once, again, shared, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@compiled
+def test_calls_from_several_threads():
+    """Of which the first ones compile."""
+    _cpu._functions.clear(), _cpu._plans.clear()
+    names = ["gae", "vtrace", "td_lambda_return", "gae"]
+    wanted = {name: expected(name, entries(name, False)) for name in names}
+    failures = []
+
+    def work(name):
+        try:
+            for _ in range(50):
+                for a, w in zip(computed(name, entries(name, False)), wanted[name], strict=True):
+                    within(a, w, 1e-5, 1.0, name)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def _child(queue):
+    queue.put(computed("gae", entries("gae", False))[0].sum().item())
+
+
+@compiled
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(_cpu, "SHARED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    wanted = computed("gae", entries("gae", False))[0].sum().item()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue,), daemon=True)
+    child.start()
+    assert queue.get(timeout=20) == wanted
+    child.join()
+
+
+SCRIPT = """
+import torch
+from rl_triton_td import _cpu, functional
+one = torch.ones(2, 3, 1)
+advantage, _ = functional.generalized_advantage_estimate(0.5, 1.0, 0 * one, 0 * one, one, one.bool() & False)
+assert advantage[0, :, 0].tolist() == [1.75, 1.5, 1.0], advantage
+(loop, *_), = _cpu._plans.values()
+print(sum(loop.stats.cache_hits.values()))
+"""
+
+
+def run(cache):
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, text=True)
+
+
+@compiled
+@pytest.mark.slow
+def test_processes_share_what_they_compile(tmp_path):
+    """Two at once, and a third that finds it on disk; one whose cache cannot be written compiles for itself."""
+    together = [run(tmp_path), run(tmp_path)]
+    assert all(process.communicate()[0] and process.returncode == 0 for process in together)
+    assert run(tmp_path).communicate()[0] == "1\n"
+    (tmp_path / "file").write_text("")
+    alone = run(tmp_path / "file")
+    assert alone.communicate()[0] == "0\n" and alone.returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- specs
+@jit
+def around(step, tile, hypers):
+    before, here, after, flag = tile
+    return before + hypers[0] * here - after, tl.where(flag, 0.0, hypers[1])
+
+
+@jit
+def unreadable(step, tile, hypers):
+    return tile[0].cumsum(0), tile[0] * 0
+
+
+@jit
+def counting(step, tile, hypers):
+    x, done = tile
+    return x * done, tl.where(done & (x > 0), 0.5, 1.0) * ~done
+
+
+@pytest.fixture
+def declare():
+    made = []
+
+    def declare(*args, **kwargs):
+        made.append(Spec(*args, identity, transition=False, **kwargs))
+        return made[-1]
+
+    yield declare
+    for spec in made:
+        SPECS.pop(spec.name)
+
+
+def both(monkeypatch, spec, *args, **kwargs):
+    """The output of ``spec``, compiled and in PyTorch."""
+    like = args[0][0]
+    made = ops.evaluate(spec, *args, (True,), 1, like=like, **kwargs)[0]
+    monkeypatch.setattr(_cpu, "INSTALLED", False)
+    return made, ops.evaluate(spec, *args, (True,), 1, like=like, **kwargs)[0]
+
+
+@compiled
+@masks
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "steps"])
+def test_neighbours_on_both_sides(declare, masked, reverse, kind, monkeypatch, calls):
+    """And written over what they are read from. A discount without time has no neighbours."""
+    spec = declare("around", ("a@-1", "a", "a@1", "done@1"), ("g", "h@-1"), ("x",), around, reverse=reverse)
+    x = rollout(3, 9, seed=2, dtype=torch.float32)
+    a, hypers = x["reward"], (0.7, 0.4)
+    if kind != "numbers":
+        hypers = tuple(torch.tensor(h) for h in hypers) if kind == "tensors" else (x["gammas"], x["lambdas"])
+    mask = x["mask"] if masked else None
+    over = a.clone()
+    ops.evaluate(spec, (over, over, over, x["done"]), hypers, (over,), 1, mask=mask, like=over)
+    actual, wanted = both(monkeypatch, spec, (a, a, a, x["done"]), hypers, mask=mask)
+    agree(actual, wanted, 1e-6, 1e-6)
+    assert torch.equal(over, actual)
+    assert "around" in calls
+
+
+@compiled
+def test_flags_in_arithmetic(declare, monkeypatch, calls):
+    spec = declare("counting", ("a", "done"), (), ("x",), counting)
+    x = rollout(3, 9, seed=2, dtype=torch.float32)
+    agree(*both(monkeypatch, spec, (x["reward"], x["done"].float()), ()), 1e-6, 1e-6)
+    assert calls
+
+
+def test_what_cannot_be_traced_is_left_to_pytorch(declare, calls):
+    spec = declare("unreadable", ("a",), (), ("x",), unreadable, recurrences=1)
+    a = torch.randn(2, 5)
+    (x,) = ops.evaluate(spec, (a,), (), (True,), 1, like=a)
+    agree(x, a.cumsum(1), 1e-6, 1e-6)
+    assert not calls
+
+
+@compiled
+@pytest.mark.parametrize("name", ["gae", "vtrace"])
+def test_gradients_run_compiled(name, monkeypatch, calls):
+    args = {k: v[..., None] if isinstance(v, torch.Tensor) else v for k, v in entries(name, True).items()}
+
+    def gradient():
+        reward = args["reward"].clone().requires_grad_()
+        advantage, target = ESTIMATORS[name][0](**{**args, "reward": reward})
+        return torch.autograd.grad((advantage.square() + target).sum(), reward)[0]
+
+    actual = gradient()
+    assert any(called.endswith("'") for called in calls)
+    monkeypatch.setattr(_cpu, "INSTALLED", False)
+    agree(actual, gradient(), 1e-5, 1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_sum_over_many_steps_keeps_its_digits(steps):
+    x = torch.full((steps, 1_000_000), 0.1)
+    total = F.episodic_prefix_sum(x, torch.zeros_like(x, dtype=torch.bool), time_dim=-1)[:, -1]
+    agree(total, torch.full((steps,), 0.1).double() * 1_000_000, 1e-7, 0)
