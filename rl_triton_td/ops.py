@@ -23,6 +23,7 @@ from .specs import NEIGHBOUR, RECURRENCE, Spec
 
 FLAGS = frozenset(HEAD.index(name) for name in ("done", "terminated", "mask", "last"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of outputs, by number
+DERIVED = 2**14  # steps from where a loop is compiled for what is derived of a spec, one for each set of gradients
 COMPUTE = {torch.float64: torch.float64}  # everything else is computed in float32
 
 
@@ -413,7 +414,7 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
             behind=behind,
             dtype=compute,
         )
-    elif like.numel() and _cpu.compiles(spec, like.device):
+    elif like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device):
         looked = head[HEAD.index("mask")] is not None
         _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
     elif like.numel():
