@@ -57,7 +57,9 @@ def test_successors_from_shifted_values_without_numba(name, masked, in_pytorch):
 
 
 @pytest.mark.parametrize("T", [5, 1000])
-def test_nan_stays_in_its_episode_without_numba(T, in_pytorch):
+@pytest.mark.parametrize("installed", [False, pytest.param(True, marks=compiled)], ids=["without numba", "compiled"])
+def test_nan_stays_in_its_episode(T, installed, monkeypatch):
+    monkeypatch.setattr(_cpu, "INSTALLED", installed)
     args = entries("gae", False, T=T)
     args["done"][:, T // 2] = True
     clean = expected("gae", args)
