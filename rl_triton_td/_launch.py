@@ -1,4 +1,4 @@
-"""Launching :func:`._scan.scan_kernel`: row layout, tile plan, one launch or three, and the cache of launches."""
+"""Launching :func:`._scan.scan_kernel`: row layout, tile plan, one launch or two, and the cache of launches."""
 
 from __future__ import annotations
 
@@ -56,24 +56,29 @@ def tile_plan(
         actions: how many values stand for one step.
         step_bytes: what is read and written at one step.
     """
-    stages = 3
+    stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
     if actions and time_contiguous:
-        block_t, stages = min(_power_of_2(steps), 512), 1
+        spread = rows < 12 * multiprocessors
+        block_t, stages = min(_power_of_2(steps), 64 if not spread else 256 if steps <= 4096 else 512), 1
         block_n = min(_power_of_2(rows), max(1, 32 // block_t))
         warps = block_n * block_t // 64
     elif actions:
-        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(_power_of_2(steps), 8), 4, 1
+        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(_power_of_2(steps), 4), 4, 1
     elif time_contiguous:
         if steps > 4096:
-            block_t = 1024 if steps <= 2**19 else 2048
+            spread = rows < 2 * multiprocessors and not masked and step_bytes <= CROWDED  # over several programs
+            block_t = 1024 if not spread or steps <= 2**15 else 2048 if steps <= 2**17 else 4096
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
             block_t = min(_power_of_2(steps), 256 if masked and exclusive else 512 if crowded else 4096)
         stages = 2 if masked else 3
         elements = 512 if masked else 1024
+        while few and elements > 256 and rows * steps < 2 * multiprocessors * elements:
+            elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        warps = block_n * block_t // (128 if exclusive or masked or block_t <= 128 else 256)
-        warps = min(max(warps, 2 if masked else 4), 16 if exclusive else 8)
+        dense = exclusive or masked or block_t <= 128 or few
+        warps = block_n * block_t // (128 if dense else 512 if step_bytes <= 10 and block_t > 512 else 256)
+        warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
         block_n, block_t, warps, stages = next(
             choice
@@ -89,9 +94,10 @@ def tile_plan(
         block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
-    if chunks > 1 and programs < 2 * multiprocessors:
+    if chunks > 1 and programs < 2 * multiprocessors * (6 if actions and time_contiguous else 1):
         # every program folds the summaries of all the others: no more than lie well in its registers
-        segments = min(chunks, -(-8 * multiprocessors // programs), 1024, max(1, 256 * warps // block_n))
+        most = min(1024, max(1, 256 * warps // block_n))
+        segments = chunks if chunks <= most else min(-(-8 * multiprocessors // programs), most)
         segments = -(-chunks // -(-chunks // segments))
     warps = max(1, min(warps, block_n * block_t // 32))
     return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1)
@@ -183,6 +189,9 @@ class _Launch:
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
+        cut = self.segments > 1 and spec.recurrences > 0 and not summarise
+        meets = cut and chunks == 1 and dtype == torch.float32
+        self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if meets else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
         strides, by_tensor = {}, {}
@@ -236,7 +245,7 @@ class _Launch:
             behind,
             summarise,
             # a scan over fewer than 16 does not compile everywhere
-            max(16, _power_of_2(self.segments)) if self.segments > 1 and spec.recurrences and not summarise else 0,
+            max(16, _power_of_2(self.segments)) if cut else 0,
             actions,
             math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:])) if actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,
@@ -247,12 +256,14 @@ class _Launch:
             self.tile.block_t,
         )
         self.strides = tuple(s for layout, *_ in strides for s in layout)
+        self.alone = not cut or self.meetings is not None
         self.compiled = self._fire = None  # by the first launch
 
     def __call__(self, sources, outputs, before, initial):
         if self.compiled is None or self.device.type != "cuda":
+            meeting = None if self.meetings is None else self.meetings.place()
             self.compiled = _scan.scan_kernel[self.grid](
-                sources, self.strides, outputs, before, initial, *self.tail, num_warps=self.tile.num_warps
+                sources, self.strides, outputs, before, initial, meeting, *self.tail, num_warps=self.tile.num_warps
             )
             return
         # what Triton specialises on is in the cache's key, so its own look-up is not needed again
@@ -267,8 +278,48 @@ class _Launch:
         """Launch what is compiled on pointers as numbers, on the current stream."""
         if self._fire is None:
             self._fire = _direct_launcher(self.compiled, self.grid)
+        meeting = None if self.meetings is None else self.meetings.place().data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        self._fire(stream, (sources, self.strides, outputs, before, initial, *self.tail))
+        self._fire(stream, (sources, self.strides, outputs, before, initial, meeting, *self.tail))
+
+
+class Meetings:
+    """Where the segments of one plan's launches meet: zeros at first, then what the launch before left.
+
+    Launches that can run at once never share a place: every stream has its own, every call in a CUDA graph too.
+    """
+
+    WORDS = 2**17  # that are made ready at a time
+    lock = threading.Lock()
+    ready: dict[torch.device, Tensor] = {}
+    kept: list[Tensor] = []  # of graphs, which may be replayed at any time
+
+    def __init__(self, device: torch.device, words: int):
+        self.device, self.words = device, words
+        self.by_stream: dict[int, Tensor] = {}
+
+    def place(self) -> Tensor:
+        cuda = self.device.type == "cuda"
+        if cuda and torch.cuda.is_current_stream_capturing():
+            self.kept.append(self._taken(capturing=True))
+            return self.kept[-1]
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
+        place = self.by_stream.get(stream)
+        if place is None:
+            place = self.by_stream[stream] = self._taken()
+        return place
+
+    def _taken(self, capturing: bool = False) -> Tensor:
+        with self.lock:
+            ready = self.ready.get(self.device)
+            if ready is None or len(ready) < self.words:
+                if capturing:  # the graph will set it to zero whenever it is replayed
+                    return torch.zeros(self.words, dtype=torch.long, device=self.device)
+                ready = torch.zeros(max(self.words, self.WORDS), dtype=torch.long, device=self.device)
+                if self.device.type == "cuda":  # other streams take of it too
+                    torch.cuda.current_stream(self.device).synchronize()
+            self.ready[self.device] = ready[self.words :]
+            return ready[: self.words]
 
 
 def _direct_launcher(kernel, grid):
@@ -357,7 +408,7 @@ def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behi
     if (launches := getattr(_recording, "launches", None)) is not None:
         launches.append((plan, sources, outputs, initial))
     spec = plan.spec
-    if plan.segments == 1 or plan.summarise or not spec.recurrences:
+    if plan.alone:
         return plan(sources, outputs, None, initial)
     # two launches: what each segment does to what enters it, and the answer
     summary = tuple(
@@ -506,7 +557,7 @@ class _Replay:
         if len(launches) != 1:
             return None
         plan, sources, outputs, initial = launches[0]
-        if plan.compiled is None or plan.segments > 1:
+        if plan.compiled is None or not plan.alone:
             return None
         self = cls()
         self.plan, self.outputs = plan, []

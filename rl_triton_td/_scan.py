@@ -1,9 +1,11 @@
 """The kernel: a first-order linear recurrence as an associative scan over affine maps (Blelloch 1993, section 1.4.1).
 
 One template serves every estimator and is the only place with pointer arithmetic. A program owns ``BLOCK_N`` rows and
-one segment of time, which it walks in chunks of ``BLOCK_T`` steps, carrying ``x`` from chunk to chunk; where there are
-fewer rows than the device has room for, a row is cut into segments: the same kernel first summarises each
-(``SUMMARISE``), then runs again, where every program folds the summaries that lead up to its segment (``FOLD``).
+one segment of time, which it walks in chunks of ``BLOCK_T`` steps, carrying ``x`` from chunk to chunk. Where there are
+fewer rows than the device has room for, a row is cut into segments. A segment of one chunk stays in registers while
+programs tell each other what their segments do to what enters them (``MEETING``), so that memory is read once; with
+longer segments the same kernel first summarises each (``SUMMARISE``), then runs again. Either way a program folds the
+summaries that lead up to its segment (``FOLD``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,41 @@ def compose_exclusive(u_a, w_a, before_u_a, before_w_a, u_b, w_b, before_u_b, be
 @jit
 def apply(u, w, x):
     return tl.where(w == 0, u, u + w * x)
+
+
+@jit
+def sealed(x, epoch):
+    """A number and the ``epoch`` it was told in, as one word, which is seen whole or not at all."""
+    return (epoch << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@jit
+def unsealed(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def met(meeting, n, valid_row, order, S, epoch, scanned, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
+    """What enters this segment, of each recurrence: told what it does to it, and heard the same of those before."""
+    told = meeting + n * (2 * RECURRENCES) * S + order
+    for k in tl.static_range(RECURRENCES):
+        tl.atomic_xchg(told + 2 * k * S, sealed(at_end(scanned[k][0]), epoch), mask=valid_row, sem="relaxed")
+        tl.atomic_xchg(told + (2 * k + 1) * S, sealed(at_end(scanned[k][1]), epoch), mask=valid_row, sem="relaxed")
+    nth = tl.arange(0, FOLD)[None, :]
+    earlier = (nth < order) & valid_row[:, None]
+    place = meeting + n[:, None] * (2 * RECURRENCES) * S + nth
+    result = ()
+    for k in tl.static_range(RECURRENCES):
+        u = tl.load(place + 2 * k * S, mask=earlier, other=0, volatile=True)
+        w = tl.load(place + (2 * k + 1) * S, mask=earlier, other=0, volatile=True)
+        missing = earlier & ((u >> 32 != epoch[:, None]) | (w >> 32 != epoch[:, None]))
+        while tl.max(tl.max(missing.to(tl.int32), 1), 0) > 0:
+            u = tl.where(missing, tl.load(place + 2 * k * S, mask=missing, other=0, volatile=True), u)
+            w = tl.where(missing, tl.load(place + (2 * k + 1) * S, mask=missing, other=0, volatile=True), w)
+            missing = earlier & ((u >> 32 != epoch[:, None]) | (w >> 32 != epoch[:, None]))
+        u, w = tl.associative_scan((unsealed(u), tl.where(earlier, unsealed(w), 1.0)), 1, compose)
+        result += (apply(at_end(u), at_end(w), entering[k]),)
+    return result
 
 
 @jit
@@ -189,6 +226,7 @@ def scan_kernel(
     outputs,  # pointers or None; when SUMMARISE the (u, w) of each segment, [N, S] each
     before,  # with FOLD, the (u, w) that a SUMMARISE launch wrote, [N, S] each, a recurrence; else None
     initial,  # [N], x beyond the window, or None for 0
+    meeting,  # [N, 2 RECURRENCES, S] words, :func:`sealed` by the launch before; or None: segments do not meet
     N,
     T_QUOTIENT,  # T / ALIGN
     CHUNKS,  # a segment
@@ -237,16 +275,24 @@ def scan_kernel(
     T = T_QUOTIENT * ALIGN
     TURNED: tl.constexpr = GROUP if REVERSE else 1
 
+    # where segments meet, those that a program waits for have a lower number: they have started
+    order = S - 1 - segment if REVERSE else segment
+    if meeting is not None and REVERSE:
+        segment, order = order, segment
+    epoch = tl.zeros((BLOCK_N,), tl.int64)
+    if meeting is not None:
+        left_there = tl.load(meeting + n * (2 * RECURRENCES) * S + order, mask=valid_row, other=0)
+        epoch = ((left_there >> 32) + 1) & 0x7FFFFFFF
     carry = ()
     carry_w = ()
     for k in tl.static_range(RECURRENCES):
         entering = tl.zeros((BLOCK_N,), DTYPE)
         if initial is not None:
             entering = tl.load(initial + n, mask=valid_row, other=0).to(DTYPE)
-        if FOLD:
+        if FOLD and meeting is None:
             nth = tl.arange(0, FOLD)[None, :]
-            other = FOLD - 1 - nth if REVERSE else nth
-            earlier = (other > segment if REVERSE else other < segment) & (other < S) & valid_row[:, None]
+            other = S - 1 - nth if REVERSE else nth
+            earlier = (nth < order) & valid_row[:, None]
             fold_u = tl.load(before[2 * k] + n[:, None] * S + other, mask=earlier, other=0.0)
             fold_w = tl.load(before[2 * k + 1] + n[:, None] * S + other, mask=earlier, other=1.0)
             fold_u, fold_w = tl.associative_scan((fold_u, fold_w), 1, compose)
@@ -390,23 +436,28 @@ def scan_kernel(
         x_next = ()
         if RECURRENCES == 0:
             x = maps
-        left = ()
-        left_w = ()
+        scanned = ()
         for k in tl.static_range(RECURRENCES):
             # what is no transition is the identity map
             u = turn(tl.where(valid, maps[2 * k], 0.0).to(DTYPE), TURNED)
             w = turn(tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE), TURNED)
             if EXCLUSIVE:
                 nothing = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
-                u, w, before_u, before_w = tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
-                x_next += (turn(apply(before_u, before_w, carry[k][:, None]), TURNED),)
+                scanned += (tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive),)
             else:
-                u, w = tl.associative_scan((u, w), 1, compose)
-            solution = apply(u, w, carry[k][:, None])
+                scanned += (tl.associative_scan((u, w), 1, compose),)
+        if meeting is not None:
+            carry = met(meeting, n, valid_row, order, S, epoch, scanned, carry, RECURRENCES, FOLD)
+        left = ()
+        left_w = ()
+        for k in tl.static_range(RECURRENCES):
+            if EXCLUSIVE:
+                x_next += (turn(apply(scanned[k][2], scanned[k][3], carry[k][:, None]), TURNED),)
+            solution = apply(scanned[k][0], scanned[k][1], carry[k][:, None])
             x += (turn(solution, TURNED),)
             left += (at_end(solution),)
             if SUMMARISE:
-                decay = at_end(w)
+                decay = at_end(scanned[k][1])
                 left_w += (tl.where(decay == 0, 0.0, decay * carry_w[k]),)
             else:
                 left_w += (carry_w[k],)

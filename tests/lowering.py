@@ -45,7 +45,15 @@ assembled = {}  # what the assembler says of a kernel, by its hash
 def compile_only(plan, sources, outputs, before, initial):
     with redirect_stdout(io.StringIO()) as report:
         kernel = _scan.scan_kernel.warmup(
-            sources, plan.strides, outputs, before, initial, *plan.tail, num_warps=plan.tile.num_warps, grid=(1,)
+            sources,
+            plan.strides,
+            outputs,
+            before,
+            initial,
+            plan.meetings and plan.meetings.place(),
+            *plan.tail,
+            num_warps=plan.tile.num_warps,
+            grid=(1,),
         )
     compiled.append((plan, kernel, assembled.setdefault(kernel.hash, report.getvalue())))
 

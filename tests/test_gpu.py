@@ -62,6 +62,43 @@ def test_a_captured_call_follows_its_inputs():
         assert torch.equal(got, estimator(td.clone())["advantage"])
 
 
+def test_rows_in_segments_meet_apart_on_every_stream_and_in_every_graph():
+    """Launches that run at once, of one plan: on several streams, from two graphs, and beside both."""
+    x = {k: v.cuda() for k, v in rollout(8, 20000, dtype=torch.float32).items()}
+    values = [x[k] for k in VALUES]
+
+    def call(out=None):
+        return F.generalized_advantage_estimate(0.99, 0.95, *values, time_dim=1, out=out)
+
+    wanted = F.generalized_advantage_estimate(0.99, 0.95, *(v.cpu() for v in values), time_dim=1)
+    call()
+    graphs, written = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        outs = [tuple(torch.empty_like(values[0]) for _ in range(2)) for _ in range(3)]
+        with torch.cuda.graph(graph):
+            for out in outs:
+                call(out)
+        written += outs
+    streams, results = [torch.cuda.Stream() for _ in range(6)], []
+    torch.cuda.synchronize()
+    for turn in range(60):
+        for k, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if k < len(graphs):
+                    graphs[k].replay()
+                else:
+                    results.append(call())
+        if turn % 20 == 19:
+            torch.cuda.synchronize()
+            for got in (*written, *results):
+                for a, b in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4)
+            results.clear()
+            for out in written:
+                out[0].zero_()
+            torch.cuda.synchronize()
+
+
 def test_a_remembered_call_reads_what_it_is_given():
     """The same layout again: other numbers, other memory, other discounts, arguments that share memory, `out`."""
     for seed in range(4):

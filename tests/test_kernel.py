@@ -8,6 +8,7 @@ import torch
 import reference
 import rl_triton_td.functional as F
 from conftest import INTERPRET, agree, rollout
+from rl_triton_td import _launch
 from rl_triton_td._launch import Tile, force_tile, tile_plan
 
 TILES = [
@@ -137,6 +138,25 @@ def test_writing_over_an_input_that_neighbours_read(device):
         0.99, *logs, value, *(x[k] for k in VALUES[1:]), time_dim=1, out=(torch.empty_like(value), value)
     )
     assert torch.equal(value, wanted[1])
+
+
+def test_segments_meet_in_every_launch(device):
+    """Words of the launch before are not taken for this one's, also where the count of launches starts again."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("no kernel runs")
+    _launch._launches.clear()
+    with force_tile(Tile(1, 16, 1, 100)):
+        for launches in (0, 2**31 - 1):
+            for plan in _launch._launches.values():
+                for words in plan.meetings.by_stream.values():
+                    words.copy_((words & 0xFFFFFFFF) | launches << 32)
+            for seed in range(2):
+                x = rollout(2, 60, seed=seed, dtype=torch.float32)
+                got = run("vtrace", x, False, device)
+                for a, b in zip(got, expected("vtrace", x), strict=True):
+                    agree(a, b, 1e-5, 1e-5, f"{launches} launches, {seed}")
+    (plan,) = _launch._launches.values()
+    assert plan.alone and plan.segments == 4 and [len(w) for w in plan.meetings.by_stream.values()] == [2 * 2 * 4]
 
 
 @pytest.mark.parametrize("time_contiguous", [True, False])

@@ -50,7 +50,7 @@ WORK = {  # of every launch: shuffles, loads of one number at a time, conversion
     "gae 4096x128": [(12, 2, 0)],
     "gae 65536x256": [(24, 4, 0)],
     "gae 8192x16384": [(31, 0, 0)],
-    "gae 1x1000000": [(40, 4, 2), (64, 8, 1)],
+    "gae 1x1000000": [(127, 10, 7)],
     "gae 65536x256 time-major": [(20, 0, 0)],
     "gae 4096x128 shifted": [(12, 6, 0)],
     "gae 4096x4096 shifted": [(19, 0, 0)],
@@ -63,7 +63,7 @@ WORK = {  # of every launch: shuffles, loads of one number at a time, conversion
     "vtrace 4096x4096 masked": [(55, 4, 0)],
     "vtrace' 4096x128": [(24, 7, 0)],
     "retrace 65536x256": [(24, 14, 0)],
-    "retrace 512x4096 4 actions": [(56, 22, 4)],
+    "retrace 512x4096 4 actions": [(82, 24, 8)],
     "eligibility_trace 65536x256": [(24, 10, 0)],
     "prefix_sum_ends_at 65536x256": [(24, 10, 0)],
 }
