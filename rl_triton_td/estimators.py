@@ -557,7 +557,7 @@ class Estimator(ValueEstimatorBase):
             elif len(whole) > 1:
                 chunks = data.split(whole[0].numel(), 0)
             # gradients may pass through the values, but not into the network's own parameters
-            held = hold_out_net(network) if params is None else params.to_module(network, preserve_module_state=False)
+            held = _without_gradients(network) if params is None else params.to_module(network, preserve_module_state=False)
             with held:
                 parts = [network(chunk).select(key, *map(_next, recurrent or ()), strict=False) for chunk in chunks]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -583,7 +583,7 @@ class Estimator(ValueEstimatorBase):
 
     def _look_twice(self, tensordict, params, target_params, key):
         """TorchRL's calls: ``(value, next_value, valid)``."""
-        with hold_out_net(self.value_network) if params is None else nullcontext():
+        with _without_gradients(self.value_network) if params is None else nullcontext():
             return self._call_value_nets(
                 data=self._network_input(tensordict, key),
                 params=params,
@@ -629,6 +629,11 @@ def _seams(tensordict: TensorDictBase, done: Tensor, mask: Tensor | None, time_d
     if mask is not None:
         seam &= steps(mask, 0) & steps(mask, 1)
     return bool(seam.any())
+
+
+def _without_gradients(network):
+    """A context in which none reach the network's own parameters; going through all of them takes its time."""
+    return hold_out_net(network) if torch.is_grad_enabled() else nullcontext()
 
 
 def _lead(x: Tensor, value: Tensor) -> Tensor:
@@ -926,7 +931,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
     def _log_pi(self, tensordict: TensorDictBase) -> Tensor:
         """Log-probability of the stored action under the current policy."""
         actor = self.actor_network
-        with hold_out_net(actor), set_composite_lp_aggregate(True):
+        with _without_gradients(actor), set_composite_lp_aggregate(True):
             actions = list(getattr(actor, "dist_sample_keys", ()))
             stored = {key: tensordict.get(key, None) for key in actions}
             if not stored or any(action is None for action in stored.values()):
@@ -1077,7 +1082,7 @@ class RetraceEstimator(Estimator):
     def _policy(self, tensordict, action_values):
         """Probabilities of all actions under the target policy."""
         if self.actor_network is not None:
-            with hold_out_net(self.actor_network):
+            with _without_gradients(self.actor_network):
                 return self.actor_network.get_dist(
                     tensordict.select(*self.actor_network.in_keys, strict=False)
                 ).probs.to(action_values.dtype)
