@@ -297,7 +297,7 @@ class Case:
             return
         try:
             bound = [(call, fresh)] + [contender(self.row, d) for d in self.sets[1:]]
-            result["device_us"] = device_us(bound, calls=4 if rough > SLOW_US or quick else 20)
+            result["device_us"] = device_us(bound, calls=4 if rough > SLOW_US else 20)
         except Exception as e:
             torch.cuda.synchronize()
             result["note"] = f"no device time: {type(e).__name__} in the capture"
