@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _cpu
 from ._launch import HEAD, launch, not_remembered
@@ -97,7 +98,7 @@ def evaluate(
         return tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
     compute = COMPUTE.get(like.dtype, torch.float32)
     tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
-    seen = _seen(tensors)
+    seen = _seen(tensors) or isinstance(like, FakeTensor)
     fused = not seen and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
@@ -401,8 +402,8 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
     head, inputs, initial = entries[:INPUTS], entries[INPUTS:first_hyper], entries[-1]
     hypers = [0.0 if h is None else h for h in entries[first_hyper:-1]]  # an adjoint need not read all
     made = _allocate(tensors, outputs, order)
+    not_remembered()
     if like.numel() and runs_kernels(like.device):
-        not_remembered()
         launch(
             spec,
             like.shape,
