@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,7 +43,7 @@ FORMS = {
 
 def compiles(spec: Spec, device: torch.device) -> bool:
     """Whether :func:`evaluate` is there for ``spec`` on ``device``."""
-    return _triton.NUMBA and device.type == "cpu" and _traceable(spec)
+    return _triton.NUMBA and device.type == "cpu" and spec not in _refused and _traceable(spec)
 
 
 def _symbols(spec: Spec):
@@ -58,8 +59,10 @@ def _traceable(spec: Spec) -> bool:
     return True
 
 
-def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, looked: bool, behind: bool, compute):
-    """Write the ``outputs`` of ``spec``, tensors of one shape or ``None``.
+def evaluate(
+    spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, looked: bool, behind: bool, compute
+) -> bool:
+    """Write the ``outputs`` of ``spec``, tensors of one shape or ``None``; false, and nothing, if it does not compile.
 
     Args:
         head, inputs, hypers, initial: the sources, as the operator has them; hypers may be numbers.
@@ -84,6 +87,8 @@ def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, 
     plan = _plans.get(key)
     if plan is None:
         plan = _Loop(*key)
+        if plan.function is None:
+            return False
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
@@ -92,6 +97,7 @@ def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, 
     for output, fresh in zip(outputs, written, strict=True):
         if output is not fresh:
             output.copy_(fresh)
+    return True
 
 
 def _flag(x):
@@ -285,14 +291,25 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
 
 _compiling = threading.RLock()
 _functions: dict[tuple, object] = {}
+_refused: set[Spec] = set()  # that numba does not compile
 
 
-def _function(*key):
+def _function(spec, *variant):
+    """The compiled loop; ``None`` and, once for a spec, a warning where it says what numba does not take."""
     with _compiling:
-        if key not in _functions:
-            *variant, double = key
-            _functions[key] = _compiled(_source(*variant), double)
-        return _functions[key]
+        key = spec, *variant
+        if key not in _functions and spec not in _refused:
+            *entries, double = variant
+            try:
+                _functions[key] = _compiled(_source(spec, *entries), double)
+            except Exception as error:
+                _refused.add(spec)
+                warnings.warn(
+                    f"{spec.name} is evaluated in PyTorch on CPU tensors, since numba does not compile it: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+                    stacklevel=2,
+                )
+        return _functions.get(key)
 
 
 @functools.cache

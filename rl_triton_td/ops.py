@@ -125,8 +125,13 @@ def evaluate(
     head = (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
     if compiled:
         outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
-        _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute)
-        return outputs
+        if _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute):
+            return outputs
+        if mask is not None and not looked:
+            inputs, hypers, successor, last = _look_past_mask(
+                spec, inputs, hypers, successor, next_value, mask, time_dim
+            )
+            head = (*head[:3], successor, bootstrap, mask, last)
     results = None
     if seen:
         wanted = tuple(-1 if o is None else DTYPES.index(like.dtype) for o in out)
@@ -415,10 +420,12 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
             behind=behind,
             dtype=compute,
         )
-    elif like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device):
+        return [x for x in made if x is not None]
+    compiled = like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device)
+    if compiled:
         looked = head[HEAD.index("mask")] is not None
-        _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
-    elif like.numel():
+        compiled = _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
+    if like.numel() and not compiled:
         results = _composite(spec, head, inputs, hypers, initial, made, time_dim, behind, compute, like.device, _solve)
         for x, result in zip(made, results, strict=True):
             if x is not None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import rl_triton_td.functional as F
 from conftest import INTERPRET, agree, rollout, within
 from rl_triton_td import GAE, _cpu, _triton, ops
+from rl_triton_td.adjoint import EXP
 from rl_triton_td.specs import SPECS, Spec, identity, jit, tl
 from test_functional import ESTIMATORS, arguments, computed, every_estimator, expected, hold, with_values
 
@@ -440,6 +441,37 @@ def test_what_cannot_be_traced_is_left_to_pytorch(declare, calls):
     (x,) = ops.evaluate(spec, (a,), (), (True,), 1, like=a)
     agree(x, a.cumsum(1), 1e-6, 1e-6)
     assert not calls
+
+
+@jit
+def exponential(step, tile, hypers):
+    x, done = tile
+    return x, tl.where(done, 0.0, tl.exp(x))
+
+
+@compiled
+@masks
+@pytest.mark.parametrize("entries", [("a", "done"), ("a@1", "done@-1")], ids=["causal", "not"])
+def test_what_does_not_compile_is_left_to_pytorch(declare, masked, entries, monkeypatch, calls):
+    """With one warning; under gradients too."""
+    spec = declare("exponential", entries, (), ("x",), exponential)
+    wanted = declare("exponential_too", entries, (), ("x",), exponential)
+    monkeypatch.setitem(_cpu.FORMS, EXP, "unheard_of({})")
+    monkeypatch.setattr(_cpu, "_refused", set())
+    x = rollout(3, 9, seed=2, dtype=torch.float32)
+    a, kwargs = x["reward"], {"mask": x["mask"] if masked else None, "like": x["reward"]}
+    with pytest.warns(UserWarning, match="exponential is evaluated in PyTorch.*unheard_of") as warned:
+        for _ in range(2):
+            (actual,) = ops.evaluate(spec, (a, x["done"]), (), (True,), 1, **kwargs)
+    assert len(warned) == 1
+    leaf = a.clone().requires_grad_()
+    (tracked,) = ops.evaluate(spec, (leaf, x["done"]), (), (True,), 1, **kwargs)
+    assert "exponential" not in calls
+    monkeypatch.setattr(_triton, "NUMBA", False)
+    (expected,) = ops.evaluate(wanted, (a, x["done"]), (), (True,), 1, **kwargs)
+    agree(actual, expected, 1e-6, 1e-6)
+    agree(tracked.detach(), expected, 1e-6, 1e-6)
+    assert torch.autograd.grad(tracked.sum(), leaf)[0].isfinite().all()
 
 
 @compiled
