@@ -10,23 +10,25 @@ from __future__ import annotations
 import array
 import functools
 import hashlib
-import importlib.util
+import itertools
 import math
+import operator
 import os
 import re
 import tempfile
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ._launch import HEAD, _merge_rows
+from . import _triton
+from ._launch import HEAD, _merge_rows, _pointers, record
 from .adjoint import DECAYED, EXP, INPUTS, SELECT, NotDifferentiable, _named, _ordered, _trace
 from .specs import FLAGS, Spec
 
-INSTALLED = importlib.util.find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 BLOCK = 64  # rows at most that take a step together
 TOGETHER = 4  # rows that do where a row's steps lie side by side: as many as keep the arithmetic busy
 SHARED = 2**17  # steps in all, from where threads share them
@@ -41,7 +43,7 @@ FORMS = {
 
 def compiles(spec: Spec, device: torch.device) -> bool:
     """Whether :func:`evaluate` is there for ``spec`` on ``device``."""
-    return INSTALLED and device.type == "cpu" and _traceable(spec)
+    return _triton.NUMBA and device.type == "cpu" and spec not in _refused and _traceable(spec)
 
 
 def _symbols(spec: Spec):
@@ -57,8 +59,10 @@ def _traceable(spec: Spec) -> bool:
     return True
 
 
-def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, looked: bool, behind: bool, compute):
-    """Write the ``outputs`` of ``spec``, tensors of one shape or ``None``.
+def evaluate(
+    spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, looked: bool, behind: bool, compute
+) -> bool:
+    """Write the ``outputs`` of ``spec``, tensors of one shape or ``None``; false, and nothing, if it does not compile.
 
     Args:
         head, inputs, hypers, initial: the sources, as the operator has them; hypers may be numbers.
@@ -68,36 +72,32 @@ def evaluate(spec: Spec, head, inputs, hypers, initial, outputs, time_dim: int, 
     """
     sources = [_flag(x) if k in HEAD_FLAGS else _number(x, compute) for k, x in enumerate(head)]
     sources += (_flag(x) if flag else _number(x, compute) for x, flag in zip(inputs, spec.flags, strict=True))
-    numbers = array.array("d" if compute == torch.float64 else "f")
-    for h in hypers:
-        if isinstance(h, Tensor):
-            sources.append(_number(h, compute))
-        else:
-            sources.append(len(numbers))
-            numbers.append(h)
-    sources.append(_number(initial, compute))
-    written = outputs
+    numbers = array.array("d" if compute == torch.float64 else "f", [h for h in hypers if not isinstance(h, Tensor)])
+    places = itertools.count(numbers.buffer_info()[0], numbers.itemsize)
+    sources += (_number(h, compute) if isinstance(h, Tensor) else next(places) for h in hypers)
+    initial, written = _number(initial, compute), outputs
     if not looked and not spec.causal:  # a step must not overwrite what its neighbour reads
-        read = {x.data_ptr() for x in sources if isinstance(x, Tensor)}
+        read = {x.data_ptr() for x in (*sources, initial) if isinstance(x, Tensor)}
         written = [o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs]
     written = [o if o is None or o.dtype == compute else torch.empty_like(o, dtype=compute) for o in written]
-    entries = (*sources, *written)
     shape = next(o for o in written if o is not None).shape
+    entries = (*sources, initial, *written)
     strides = tuple([x.stride() if isinstance(x, Tensor) else None if x is None else () for x in entries])
     key = (spec, shape, time_dim, strides, looked, behind, compute)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plan(*key)
+        plan = _Loop(*key)
+        if plan.function is None:
+            return False
         if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
-    first, size = numbers.buffer_info()[0], numbers.itemsize
-    places = [x.data_ptr() if isinstance(x, Tensor) else first + size * x for x in entries if x is not None]
-    pointers, (loop, layout, outer, rows) = array.array("q", places), plan
-    _shared(loop, (layout.buffer_info()[0], pointers.buffer_info()[0]), outer, rows, shape.numel())
+    record(plan, sources, written, initial, numbers)
+    plan.run(_pointers(sources), _pointers(written), None, None if initial is None else initial.data_ptr())
     for output, fresh in zip(outputs, written, strict=True):
         if output is not fresh:
             output.copy_(fresh)
+    return True
 
 
 def _flag(x):
@@ -108,19 +108,6 @@ def _number(x, dtype):
     return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
-def _shared(loop, addresses, outer: int, rows: int, work: int):
-    """Run ``loop`` over all rows, by several threads where there is enough to do."""
-    threads = min(torch.get_num_threads(), max(outer, rows)) if work >= SHARED else 1
-    if threads == 1:
-        return loop(*addresses, 0, outer, 0, rows)
-    edges = [max(outer, rows) * k // threads for k in range(threads + 1)]
-    shares = [(a, b, 0, rows) if outer > rows else (0, outer, a, b) for a, b in zip(edges, edges[1:])]  # noqa: B905
-    others = [_pool(threads).submit(loop, *addresses, *share) for share in shares[1:]]
-    loop(*addresses, *shares[0])
-    for other in others:
-        other.result()
-
-
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix=__name__)
@@ -129,34 +116,55 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 if hasattr(os, "register_at_fork"):  # threads stay behind in the parent
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
-_plans: dict[tuple, tuple] = {}
 
-
-def _plan(spec, shape, time_dim, strides, looked, behind, compute):
-    """The loop, its layout and the numbers of outer and of innermost rows.
+class _Loop:
+    """Everything about a call but its pointers: the compiled function and the layout, built once.
 
     A layout holds counts, the sizes of the outer row dimensions and, of each entry, the strides in bytes.
     """
-    first_hyper = INPUTS + len(spec.inputs)
-    initial = first_hyper + len(spec.hypers)
-    flags = {*HEAD_FLAGS, *(INPUTS + k for k, flag in enumerate(spec.flags) if flag)}
-    steps, size, held, contiguous = shape[time_dim], compute.itemsize, [], 0
-    for k, s in enumerate(strides):
-        if s is None:
-            continue
-        if k == initial:
-            s = (*s[:time_dim], 0, *s[time_dim:])
-        contiguous += len(s) > 0 and s[time_dim] == 1
-        held.append(tuple(stride * (1 if k in flags else size) for stride in s or (0,) * len(shape)))
-    sizes, merged = _merge_rows(shape, time_dim, held)
-    together = TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
-    layout = [max(0, len(sizes) - 1), steps, together, *sizes[:-1]]
-    for s, m in zip(held, merged, strict=True):
-        layout += (s[time_dim], m[-1] if m else 0, *m[:-1])
-    present = tuple(s is not None for s in strides)
-    scalar = tuple(s == () for s in strides[first_hyper:initial])
-    loop = _function(spec, present, scalar, looked, behind, compute == torch.float64)
-    return loop, array.array("q", layout), math.prod(sizes[:-1]), sizes[-1] if sizes else 1
+
+    repeatable = True
+
+    def __init__(self, spec, shape, time_dim, strides, looked, behind, compute):
+        first_hyper = INPUTS + len(spec.inputs)
+        initial = first_hyper + len(spec.hypers)
+        flags = {*HEAD_FLAGS, *(INPUTS + k for k, flag in enumerate(spec.flags) if flag)}
+        steps, size, held, contiguous = shape[time_dim], compute.itemsize, [], 0
+        for k, s in enumerate(strides):
+            if s is None:
+                continue
+            if k == initial:
+                s = (*s[:time_dim], 0, *s[time_dim:])
+            contiguous += len(s) > 0 and s[time_dim] == 1
+            held.append(tuple(stride * (1 if k in flags else size) for stride in s or (0,) * len(shape)))
+        sizes, merged = _merge_rows(shape, time_dim, held)
+        together = TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
+        layout = [max(0, len(sizes) - 1), steps, together, *sizes[:-1]]
+        for s, m in zip(held, merged, strict=True):
+            layout += (s[time_dim], m[-1] if m else 0, *m[:-1])
+        present = tuple(s is not None for s in strides)
+        scalar = tuple(s == () for s in strides[first_hyper:initial])
+        self.spec, self.present = spec, operator.itemgetter(*(k for k, there in enumerate(present) if there))
+        self.function = _function(spec, present, scalar, looked, behind, compute == torch.float64)
+        self.layout = array.array("q", layout)
+        self.address, _ = self.layout.buffer_info()
+        self.outer, self.rows, self.work = math.prod(sizes[:-1]), sizes[-1] if sizes else 1, shape.numel()
+
+    def run(self, sources, outputs, before, initial):
+        """Call the function with pointers as numbers on all rows, in several threads where there is enough to do."""
+        pointers, outer, rows = self.present((*sources, initial, *outputs)), self.outer, self.rows
+        threads = min(torch.get_num_threads(), max(outer, rows)) if self.work >= SHARED else 1
+        if threads == 1:
+            return self.function(self.address, 0, outer, 0, rows, *pointers)
+        edges = [max(outer, rows) * k // threads for k in range(threads + 1)]
+        shares = [(a, b, 0, rows) if outer > rows else (0, outer, a, b) for a, b in zip(edges, edges[1:])]  # noqa: B905
+        others = [_pool(threads).submit(self.function, self.address, *share, *pointers) for share in shares[1:]]
+        self.function(self.address, *shares[0], *pointers)
+        for other in others:
+            other.result()
+
+
+_plans: dict[tuple, _Loop] = {}
 
 
 # ------------------------------------------------------------------------------------------------------------- source
@@ -189,7 +197,8 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
     def nothing(name):
         return "False" if name in flags else "F(0.0)"
 
-    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}(layout, pointers, outer_low, outer_high, low, high):"]
+    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}("]
+    lines[0] += f"layout, outer_low, outer_high, low, high, {', '.join(f'start_{name}' for name in entries)}):"
 
     def emit(depth, *texts):
         lines.extend("    " * depth + text for text in texts)
@@ -197,7 +206,7 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
     emit(1, *(f"{name} = integer(layout + {8 * k})" for k, name in enumerate(("dims", "steps", "together"))))
     emit(1, "first = layout + 24 + 8 * dims")
     for k, name in enumerate(entries):
-        emit(1, f"strides_{name}, start_{name} = first + {8 * k} * (2 + dims), integer(pointers + {8 * k})")
+        emit(1, f"strides_{name} = first + {8 * k} * (2 + dims)")
         emit(1, f"time_{name}, row_{name} = integer(strides_{name}), integer(strides_{name} + 8)")
     emit(1, *(f"{name} = number(start_{name})" for name in scalars), *(f"{name} = room()" for name in rooms))
     emit(1, "for o in range(outer_low, outer_high):")
@@ -282,14 +291,25 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
 
 _compiling = threading.RLock()
 _functions: dict[tuple, object] = {}
+_refused: set[Spec] = set()  # that numba does not compile
 
 
-def _function(*key):
+def _function(spec, *variant):
+    """The compiled loop; ``None`` and, once for a spec, a warning where it says what numba does not take."""
     with _compiling:
-        if key not in _functions:
-            *variant, double = key
-            _functions[key] = _compiled(_source(*variant), double)
-        return _functions[key]
+        key = spec, *variant
+        if key not in _functions and spec not in _refused:
+            *entries, double = variant
+            try:
+                _functions[key] = _compiled(_source(spec, *entries), double)
+            except Exception as error:
+                _refused.add(spec)
+                warnings.warn(
+                    f"{spec.name} is evaluated in PyTorch on CPU tensors, since numba does not compile it: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+                    stacklevel=2,
+                )
+        return _functions.get(key)
 
 
 @functools.cache
@@ -357,7 +377,8 @@ def _compiled(source: str, double: bool):
         namespace = dict(_language(double))
         exec(compile(source, file, "exec"), namespace)
         loop = namespace[source[4 : source.index("(")]]
-        return numba.njit(f"void({', '.join(['int64'] * 6)})", nogil=True, error_model="numpy", cache=cache)(loop)
+        signature = f"void({', '.join(['int64'] * loop.__code__.co_argcount)})"
+        return numba.njit(signature, nogil=True, error_model="numpy", cache=cache)(loop)
 
     try:
         return compiled(str(_kept(source, double)), True)

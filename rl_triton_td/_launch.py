@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import threading
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch._subclasses.fake_tensor import FakeTensor
 
-from . import _scan
+from . import _scan, _triton
 from ._triton import tl, triton
 from .specs import Spec
 
@@ -274,8 +276,16 @@ class _Launch:
             None if initial is None else initial.data_ptr(),
         )
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether :meth:`run` is all there is to a call."""
+        return self.compiled is not None and self.alone
+
     def run(self, sources, outputs, before, initial):
         """Launch what is compiled on pointers as numbers, on the current stream."""
+        if self.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self.run(sources, outputs, before, initial)
         if self._fire is None:
             self._fire = _direct_launcher(self.compiled, self.grid)
         meeting = None if self.meetings is None else self.meetings.place().data_ptr()
@@ -405,8 +415,7 @@ def launch(
 
 
 def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behind, dtype, kinds):
-    if (launches := getattr(_recording, "launches", None)) is not None:
-        launches.append((plan, sources, outputs, initial))
+    record(plan, sources, outputs, initial)
     spec = plan.spec
     if plan.alone:
         return plan(sources, outputs, None, initial)
@@ -445,6 +454,7 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
 
 
 # ------------------------------------------------------------------------------------------------ launches remembered
+# A launch here is that of a kernel or of a compiled loop: a plan with `run` and `repeatable`, and what it runs on.
 
 _recording = threading.local()  # .launches: a list while a call is watched
 _TENSOR = object()  # stands for a tensor among the constants of a call
@@ -452,11 +462,11 @@ _PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
 def remembers() -> bool:
-    """Whether launches are remembered now: not while tracing, without a GPU, or inside a call that is watched."""
+    """Whether launches are remembered now: not where there are none, while tracing, inside a watched call."""
     return (
         _forced_tile is None
         and not torch.compiler.is_compiling()
-        and torch.cuda.is_initialized()
+        and (_triton.NUMBA or torch.cuda.is_initialized())
         and not torch._C._are_functorch_transforms_active()
         and getattr(_recording, "launches", None) is None
     )
@@ -477,17 +487,20 @@ class Memory:
 
     def __call__(self, constants: list, tensors: list[Tensor], function, args=(), kwargs={}):  # noqa: B006 only read
         """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``."""
-        if not tensors or not tensors[-1].is_cuda:
+        if not tensors or isinstance(tensors[-1], FakeTensor):
+            return function(*args, **kwargs)
+        on_gpu = tensors[-1].is_cuda
+        if not (on_gpu or _triton.NUMBA and tensors[-1].is_cpu):
             return function(*args, **kwargs)
         pointers = list(map(Tensor.data_ptr, tensors))
-        if functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
+        if on_gpu and functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
             return function(*args, **kwargs)
         guarded = tensors
         if len({*pointers}) < len(pointers):
-            guarded = list({id(x): x for x in tensors}.values())
+            guarded = dict(zip(map(id, tensors), tensors, strict=True)).values()
             constants += (len(guarded), *map(pointers.index, pointers))  # who lies on whom
         try:
-            replays = self.calls.setdefault(tuple(constants), [])
+            replays = self.calls.get(key := tuple(constants), ())
         except TypeError:  # something unhashable, of which no launch comes
             return function(*args, **kwargs)
         for replay in replays:
@@ -500,10 +513,10 @@ class Memory:
             _recording.launches = None
         replay = _Replay.of(launches, tensors, pointers, guarded, result)
         if replay is not None:
-            if len(self.calls) >= 1024:
-                self.calls.clear()
-            elif len(replays) >= 64:
-                replays.clear()
+            if not replays or len(replays) >= 64:
+                if len(self.calls) >= 1024:
+                    self.calls.clear()
+                self.calls[key] = replays = []
             replays.insert(0, replay)
         return result
 
@@ -532,13 +545,20 @@ def remembered(function):
                 constants.append(given)
         return memory(constants, tensors, function, args, kwargs)
 
+    call.memory = memory
     return call
+
+
+def record(plan, sources, outputs, initial, kept=None) -> None:
+    """``plan`` is launched on these tensors and numbers; ``kept`` is the memory of addresses among them."""
+    if (launches := getattr(_recording, "launches", None)) is not None:
+        launches.append((plan, sources, outputs, initial, kept))
 
 
 def not_remembered() -> None:
     """What is being done is more than a launch: the call that it is part of is not remembered."""
     if (launches := getattr(_recording, "launches", None)) is not None:
-        launches.append(None)
+        launches += (None, None)
 
 
 def _like(output, tensors) -> int | None:
@@ -556,61 +576,49 @@ class _Replay:
     def of(cls, launches, tensors, pointers, guarded, result):
         if len(launches) != 1:
             return None
-        plan, sources, outputs, initial = launches[0]
-        if plan.compiled is None or not plan.alone:
+        plan, sources, outputs, initial, kept = launches[0]
+        if not plan.repeatable:
             return None
-        self = cls()
-        self.plan, self.outputs = plan, []
+        self, known = cls(), len(pointers)
+        self.plan, self.kept, self.likes = plan, kept, []
         constants = [x for x in sources if not isinstance(x, Tensor)]
-        places, numbers = [], iter(range(len(constants)))
-        for x in sources:
+        places, written = [], []
+        for x in outputs:
+            place = next((i for i, given in enumerate(tensors) if given is x), None)
+            if x is not None and place is None:
+                place, like = known + len(self.likes), _like(x, tensors)
+                if like is None:
+                    return None
+                self.likes.append(like)
+            written.append(place)
+        made = known + len(self.likes)
+        numbers = itertools.count(made)
+        for x in (*sources, initial):
             if not isinstance(x, Tensor):
-                places.append(len(pointers) + next(numbers))
+                places.append(next(numbers))
             elif x.data_ptr() in pointers:  # a view of an argument starts where the argument does
                 places.append(pointers.index(x.data_ptr()))
             else:
                 return None
-        if initial is not None and initial.data_ptr() not in pointers:
-            return None
-        self.initial = None if initial is None else pointers.index(initial.data_ptr())
-        self.pick, self.constants = operator.itemgetter(*places), constants
-        for output in outputs:
-            place = next((i for i, x in enumerate(tensors) if x is output), None)
-            like = None
-            if output is not None and place is None:
-                like = _like(output, tensors)
-                if like is None:
-                    return None
-            self.outputs.append((place, like))
+        self.constants = [*constants, None]
+        nothing = made + len(constants)
+        self.sources, self.initial = _several(places[:-1]), places[-1]
+        self.written = _several([nothing if place is None else place for place in written])
         results = result if isinstance(result, tuple) else (result,)
-        returned = [next((i for i, o in enumerate(outputs) if o is x), None) for x in results]
+        returned = [next((place for place, o in zip(written, outputs, strict=True) if o is x), None) for x in results]
         if None in returned:
             return None
-        self.single = returned[0] if not isinstance(result, tuple) else None
-        self.returned = tuple(returned)
+        self.returned = _several(returned) if isinstance(result, tuple) else operator.itemgetter(*returned)
         self.fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return self
 
     def __call__(self, tensors, pointers):
-        plan, outputs, written = self.plan, [], []
-        for place, like in self.outputs:
-            if place is not None:
-                outputs.append(tensors[place])
-                written.append(pointers[place])
-            elif like is None:
-                outputs.append(None)
-                written.append(None)
-            else:
-                output = torch.empty_like(tensors[like], requires_grad=False)
-                outputs.append(output)
-                written.append(output.data_ptr())
-        initial = None if self.initial is None else pointers[self.initial]
-        sources = self.pick(pointers + self.constants)
-        if plan.device.index == torch._C._cuda_getDevice():
-            plan.run(sources, tuple(written), None, initial)
-        else:
-            with torch.cuda.device(plan.device):
-                plan.run(sources, tuple(written), None, initial)
-        if self.single is not None:
-            return outputs[self.single]
-        return tuple([outputs[i] for i in self.returned])
+        made = [torch.empty_like(tensors[like]) for like in self.likes]
+        known = [*pointers, *map(Tensor.data_ptr, made), *self.constants]
+        self.plan.run(self.sources(known), self.written(known), None, known[self.initial])
+        return self.returned([*tensors, *made])
+
+
+def _several(places):
+    """:func:`operator.itemgetter` that gives a tuple for one place too."""
+    return operator.itemgetter(*places) if len(places) > 1 else lambda entries: (entries[places[0]],)

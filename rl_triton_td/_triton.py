@@ -1,4 +1,4 @@
-"""Triton, or its absence: the one module that knows whether Triton is installed and where it runs.
+"""Triton and numba, or their absence: the one module that knows what is installed and where it runs.
 
 Coefficient functions are written once, in the arithmetic that Triton and PyTorch share. :func:`read_in` rebinds the
 name ``tl`` of such a function (and of the functions it calls): to :class:`torch_language`, so that the CPU path
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +45,9 @@ except ImportError:  # no Triton on this platform: the CPU path needs none
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on CPU tensors too."""
+
+NUMBA = not INTERPRETED and bool(importlib.util.find_spec("numba")) and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
+"""Whether loops are compiled for CPU tensors."""
 
 
 def runs_kernels(device: torch.device) -> bool:

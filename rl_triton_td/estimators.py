@@ -287,23 +287,27 @@ class Estimator(ValueEstimatorBase):
             params, target_params: parameters of a functional value network, for the states and for their successors.
             time_dim: overrides the module's.
         """
-        if not tensordict.batch_dims:
+        if not tensordict.batch_size:
             raise RuntimeError(
                 "Expected input tensordict to have at least one dimension, got "
                 f"tensordict.batch_size = {tensordict.batch_size}"
             )
-        beside, selected = self._beside(tensordict), self.out_keys
-        situation = None
+        beside, situation = self._beside(tensordict), None
         if params is None and target_params is None and remembers():
-            situation = self._situation(tensordict, time_dim, beside, selected)
+            situation = self._situation(tensordict, time_dim, beside)
         if situation is None:
             results = self._results(tensordict, params, target_params, time_dim, beside)
         else:
             results = self._memory(*situation, self._results, (tensordict, None, None, time_dim, beside))
-        for key, result in zip(self._all_out_keys(), results, strict=True):
-            if key in selected and _entry(tensordict, key) is not result:
-                _write(tensordict, key, result)
+        self._deliver(tensordict, results)
         return tensordict
+
+    def _deliver(self, tensordict, results):
+        """Write those of ``results`` that are selected."""
+        selected = self.__dict__.get("_out_keys_apparent")
+        for key, result in zip(self._all_out_keys(), results, strict=True):
+            if not selected or key in selected:
+                _write(tensordict, key, result)
 
     def _results(self, tensordict, params, target_params, time_dim, beside):
         """The results named in ``writes``, in the memory of the tensordict's entries if all of them fit."""
@@ -340,26 +344,28 @@ class Estimator(ValueEstimatorBase):
         super().__setattr__(name, value)
         self.__dict__["_recalled"] = None  # what was remembered of calls may not hold any more
 
-    def _situation(self, tensordict, time_dim, beside, selected):
+    def _situation(self, tensordict, time_dim, beside):
         """``(constants, tensors)`` that the results depend on, where they depend on nothing else; else ``None``."""
         recalled = self.__dict__.get("_recalled")
         if recalled is None:
-            recalled = self.__dict__["_recalled"] = self._recalled_keys()
+            recalled = self.__dict__["_recalled"] = (self.out_keys, *self._recalled_keys())
             self.__dict__["_memory"] = Memory()
         after = _entry(tensordict, "next")
-        if not recalled or type(tensordict) is not TensorDict or type(after) is not TensorDict:
+        if len(recalled) < 3 or type(tensordict) is not TensorDict or type(after) is not TensorDict:
             return None
-        here, there = recalled
+        selected, here, there = recalled
         entries = [_own(tensordict, key) for key in selected]
         for data, keys in ((tensordict, here), (after, there)):
-            entries += [data._get_str(key, None) if type(key) is str else _entry(data, key) for key in keys]
+            held = data._tensordict
+            entries += [held.get(key) if type(key) is str else _entry(data, key) for key in keys]
         entries += beside
         tensors = [*self._buffers.values(), *[x for x in entries if x is not None]]
         if not all([isinstance(x, Tensor) for x in tensors]):
             return None
         names = tuple(tensordict.names) if tensordict._has_names() else None
-        constants = [torch.is_grad_enabled(), time_dim, tensordict.batch_dims, names, len(selected)]
-        return constants + [x is None for x in entries], tensors
+        constants = [torch.is_grad_enabled(), time_dim, len(tensordict.batch_size), names]
+        constants += [x is None for x in entries]
+        return constants, tensors
 
     def _recalled_keys(self):
         """Entries that are read from the rollout and from what comes next; nothing where results depend on more."""
@@ -646,11 +652,12 @@ def _lead(x: Tensor, value: Tensor) -> Tensor:
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor | TensorDictBase | None:
     """``tensordict.get(key, None)``, past the work that it does for keys of other kinds."""
     if isinstance(key, str):
-        return tensordict._get_str(key, None)
+        # most are absent, which a method takes long to find out
+        return (tensordict._tensordict.get if type(tensordict) is TensorDict else tensordict._get_str)(key, None)
     for part in key:
         if tensordict is None:
             return None
-        tensordict = tensordict._get_str(part, None)
+        tensordict = _entry(tensordict, part)
     return tensordict
 
 
@@ -685,12 +692,16 @@ def _tracked(step: _Step) -> bool:
 
 def _write(tensordict: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """Into the entry's own memory where it fits, as a new entry otherwise."""
-    entry = None if value.requires_grad else _fitting(tensordict, key, value)
+    entry = _entry(tensordict, key)
+    if entry is value:
+        return
+    if entry is not None:
+        entry = None if value.requires_grad else _fitting(tensordict, key, value)
     if entry is None and type(tensordict) is TensorDict and isinstance(key, str):
         tensordict._set_str(key, value, inplace=False, validated=True)  # it has the shape of other entries
     elif entry is None:
         tensordict.set(key, value)
-    elif entry is not value:
+    else:
         entry.copy_(value)
 
 
@@ -1212,15 +1223,12 @@ class _ForwardEstimator(Estimator):
     @_called
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write the result into the tensordict and return it; ``time_dim`` overrides the module's."""
-        selected = self.out_keys
-        situation = self._situation(tensordict, time_dim, (), selected) if remembers() else None
+        situation = self._situation(tensordict, time_dim, ()) if remembers() else None
         if situation is None:
             result = self._result(tensordict, time_dim)
         else:
             result = self._memory(*situation, self._result, (tensordict, time_dim))
-        (written,) = selected
-        if _entry(tensordict, written) is not result:
-            _write(tensordict, written, result)
+        self._deliver(tensordict, (result,))
         return tensordict
 
     def _result(self, tensordict, time_dim):

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from . import specs
-from ._launch import remembered
+from ._launch import not_remembered, remembered
 from .ops import Choice, evaluate
 
 __all__ = [
@@ -131,8 +131,10 @@ def _number(name: str, x: float | Tensor, like: Tensor) -> float | Tensor:
     if x.numel() == 1:
         x = x.reshape(())
         if x.device != like.device:
-            tracked = x.requires_grad or torch.compiler.is_compiling()
-            return x.to(like.device) if tracked or x.device.type != "cpu" else x.item()
+            if x.requires_grad or torch.compiler.is_compiling() or x.device.type != "cpu":
+                return x.to(like.device)
+            not_remembered()
+            return x.item()
         return x
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}, the values on {like.device}: they must share a device.")
@@ -199,6 +201,7 @@ def _transition(
 
 
 def _refuse_lost_bootstrap(done, terminated, mask, time):
+    not_remembered()
     truncated = done.bool() & ~terminated.bool()
     if mask is not None:
         truncated = truncated & mask.bool()

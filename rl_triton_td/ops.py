@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _cpu
 from ._launch import HEAD, launch, not_remembered
@@ -97,7 +98,7 @@ def evaluate(
         return tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
     compute = COMPUTE.get(like.dtype, torch.float32)
     tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
-    seen = _seen(tensors)
+    seen = _seen(tensors) or isinstance(like, FakeTensor)
     fused = not seen and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
@@ -124,8 +125,13 @@ def evaluate(
     head = (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
     if compiled:
         outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
-        _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute)
-        return outputs
+        if _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute):
+            return outputs
+        if mask is not None and not looked:
+            inputs, hypers, successor, last = _look_past_mask(
+                spec, inputs, hypers, successor, next_value, mask, time_dim
+            )
+            head = (*head[:3], successor, bootstrap, mask, last)
     results = None
     if seen:
         wanted = tuple(-1 if o is None else DTYPES.index(like.dtype) for o in out)
@@ -401,8 +407,8 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
     head, inputs, initial = entries[:INPUTS], entries[INPUTS:first_hyper], entries[-1]
     hypers = [0.0 if h is None else h for h in entries[first_hyper:-1]]  # an adjoint need not read all
     made = _allocate(tensors, outputs, order)
+    not_remembered()
     if like.numel() and runs_kernels(like.device):
-        not_remembered()
         launch(
             spec,
             like.shape,
@@ -414,10 +420,12 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
             behind=behind,
             dtype=compute,
         )
-    elif like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device):
+        return [x for x in made if x is not None]
+    compiled = like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device)
+    if compiled:
         looked = head[HEAD.index("mask")] is not None
-        _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
-    elif like.numel():
+        compiled = _cpu.evaluate(spec, head, inputs, hypers, initial, made, time_dim, looked, behind, compute)
+    if like.numel() and not compiled:
         results = _composite(spec, head, inputs, hypers, initial, made, time_dim, behind, compute, like.device, _solve)
         for x, result in zip(made, results, strict=True):
             if x is not None:

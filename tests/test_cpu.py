@@ -8,27 +8,30 @@ import threading
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import rl_triton_td.functional as F
 from conftest import INTERPRET, agree, rollout, within
-from rl_triton_td import _cpu, ops
+from rl_triton_td import GAE, _cpu, _triton, ops
+from rl_triton_td.adjoint import EXP
 from rl_triton_td.specs import SPECS, Spec, identity, jit, tl
 from test_functional import ESTIMATORS, arguments, computed, every_estimator, expected, hold, with_values
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter runs the kernels on CPU tensors")
-compiled = pytest.mark.skipif(not _cpu.INSTALLED, reason="needs numba")
+compiled = pytest.mark.skipif(not _triton.NUMBA, reason="needs numba")
 
 
 @pytest.fixture
 def in_pytorch(monkeypatch):
-    monkeypatch.setattr(_cpu, "INSTALLED", False)
+    monkeypatch.setattr(_triton, "NUMBA", False)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the specs that the compiled loop evaluates."""
-    names, evaluate = [], _cpu.evaluate
-    monkeypatch.setattr(_cpu, "evaluate", lambda spec, *args: names.append(spec.name) or evaluate(spec, *args))
+    names, run = [], _cpu._Loop.run
+    monkeypatch.setattr(_cpu._Loop, "run", lambda plan, *args: names.append(plan.spec.name) or run(plan, *args))
     return names
 
 
@@ -59,7 +62,7 @@ def test_successors_from_shifted_values_without_numba(name, masked, in_pytorch):
 @pytest.mark.parametrize("T", [5, 1000])
 @pytest.mark.parametrize("installed", [False, pytest.param(True, marks=compiled)], ids=["without numba", "compiled"])
 def test_nan_stays_in_its_episode(T, installed, monkeypatch):
-    monkeypatch.setattr(_cpu, "INSTALLED", installed)
+    monkeypatch.setattr(_triton, "NUMBA", installed)
     args = entries("gae", False, T=T)
     args["done"][:, T // 2] = True
     clean = expected("gae", args)
@@ -197,8 +200,8 @@ from rl_triton_td import _cpu, functional
 one = torch.ones(2, 3, 1)
 advantage, _ = functional.generalized_advantage_estimate(0.5, 1.0, 0 * one, 0 * one, one, one.bool() & False)
 assert advantage[0, :, 0].tolist() == [1.75, 1.5, 1.0], advantage
-(loop, *_), = _cpu._plans.values()
-print(sum(loop.stats.cache_hits.values()))
+(plan,) = _cpu._plans.values()
+print(sum(plan.function.stats.cache_hits.values()))
 """
 
 
@@ -217,6 +220,153 @@ def test_processes_share_what_they_compile(tmp_path):
     (tmp_path / "file").write_text("")
     alone = run(tmp_path / "file")
     assert alone.communicate()[0] == "0\n" and alone.returncode == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- remembered
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The names of the specs that are evaluated by more than a loop that was remembered."""
+    names, evaluate = [], _cpu.evaluate
+    monkeypatch.setattr(F.generalized_advantage_estimate.memory, "calls", {})  # which is bounded
+    monkeypatch.setattr(_cpu, "evaluate", lambda spec, *args: names.append(spec.name) or evaluate(spec, *args))
+    return names
+
+
+def gae_entries(seed, **changes):
+    x = rollout(6, 11, seed=seed, dtype=torch.float32)
+    args = {k: x[k][..., None] for k in ("state_value", "next_state_value", "reward", "done", "terminated")}
+    return {"gamma": 0.9, "lmbda": 0.8, **args, **changes}
+
+
+def gae_agrees(args, **kwargs):
+    actual = F.generalized_advantage_estimate(**args, **kwargs)
+    args = {k: v[..., 0] if isinstance(v, torch.Tensor) and v.ndim else v for k, v in args.items()}
+    for a, w in zip(actual, expected("gae", args), strict=True):
+        within(a[..., 0], w, 1e-5, 1.0)
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "out", "over an input", "unaligned"])
+def test_a_remembered_call_reads_what_it_is_given(kind, evaluated):
+    """Other numbers, other memory, other discounts; what lies on 4 bytes is as good as what lies on 64."""
+    for seed in range(3):
+        for gamma in (0.9, 0.5):
+            args, kwargs = gae_entries(seed, gamma=gamma), {}
+            if kind == "tensors":
+                args |= {"gamma": torch.tensor(gamma), "lmbda": torch.tensor(0.8)}
+            elif kind == "out":
+                kwargs["out"] = tuple(torch.empty_like(args["reward"]) for _ in range(2))
+            elif kind == "over an input":
+                args |= {"next_state_value": args["state_value"]}
+                out = args["reward"].clone()
+                over = F.generalized_advantage_estimate(**{**args, "reward": out}, out=(out, torch.empty_like(out)))
+                assert torch.equal(over[0], F.generalized_advantage_estimate(**args)[0]) and over[0] is out
+            elif kind == "unaligned":
+                long = torch.cat((torch.zeros(1), args["reward"].flatten()))
+                args["reward"] = long[1:].view(6, 11, 1)
+                assert args["reward"].data_ptr() % 16
+            if seed:
+                evaluated.clear()
+            gae_agrees(args, **kwargs)
+            assert not seed or not evaluated
+
+
+@compiled
+def test_numbers_stay_as_long_as_what_remembers_them(evaluated):
+    """The memory of calls with many discounts is bounded, and each finds its own."""
+    gammas = [k / 1500 for k in range(1500)]
+    for gamma in (*gammas, *gammas[-50:]):
+        args = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in gae_entries(0, gamma=gamma).items()}
+        if gamma == gammas[-50]:
+            evaluated.clear()
+        advantage, _ = F.generalized_advantage_estimate(**args)
+        last = args["reward"][0, -1] - args["state_value"][0, -1]
+        last = last + gamma * args["next_state_value"][0, -1] * ~args["terminated"][0, -1]
+        torch.testing.assert_close(advantage[0, -1], last)
+    assert not evaluated
+    assert len(F.generalized_advantage_estimate.memory.calls) <= 1024
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["flags of numbers", "half precision", "gradients", "strides of no other"])
+def test_what_takes_more_than_a_loop_is_not_remembered(kind, evaluated):
+    for seed in range(3):
+        args = gae_entries(seed)
+        if kind == "flags of numbers":
+            args["done"] = args["done"].float()
+        elif kind == "half precision":
+            args |= {k: args[k].bfloat16() for k in ("state_value", "next_state_value", "reward")}
+            F.generalized_advantage_estimate(**args)
+            continue
+        elif kind == "gradients":
+            args["reward"].requires_grad_()
+            advantage, _ = F.generalized_advantage_estimate(**args)
+            assert advantage.requires_grad
+            assert torch.autograd.grad(advantage.sum(), args["reward"])[0].abs().sum() > 0
+            args["reward"] = args["reward"].detach()
+            with torch.no_grad():
+                evaluated.clear()
+                assert not F.generalized_advantage_estimate(**args)[0].requires_grad
+            continue
+        elif kind == "strides of no other":
+            args |= {k: v.repeat(1, 2, 1)[:, ::2] for k, v in args.items() if isinstance(v, torch.Tensor)}
+        gae_agrees(args)
+    assert (len(evaluated) == 3) is (kind != "gradients")
+
+
+@compiled
+def test_a_lost_bootstrap_is_looked_for_in_every_call():
+    args = gae_entries(0, next_state_value=None)
+    args |= {"done": torch.zeros_like(args["done"]), "terminated": torch.zeros_like(args["done"])}
+    for _ in range(3):
+        F.generalized_advantage_estimate(**args)
+    args["done"][2, 5] = True
+    with pytest.raises(ValueError, match=r"step \(2, 5, 0\) is truncated"):
+        F.generalized_advantage_estimate(**args)
+
+
+@compiled
+def test_tensors_without_memory():
+    """Of a fake mode, or without entries; after a call that is remembered."""
+    args = gae_entries(0)
+    for _ in range(2):
+        F.generalized_advantage_estimate(**args)
+    with FakeTensorMode() as mode:
+        fake = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+        for x in F.generalized_advantage_estimate(**fake):
+            assert isinstance(x, FakeTensor) and x.shape == (6, 11, 1)
+    empty = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    for _ in range(2):
+        assert F.generalized_advantage_estimate(**empty)[0].shape == (0, 11, 1)
+
+
+@compiled
+def test_a_module_remembers_what_it_read(evaluated):
+    """Discounts in buffers are read anew, as are entries that come or go; other keys and attributes start afresh."""
+
+    def rows(seed, **more):
+        args = gae_entries(seed)
+        after = {k: args[k] for k in ("reward", "done", "terminated")} | {"state_value": args["next_state_value"]}
+        return TensorDict({"state_value": args["state_value"], "next": after, **more}, [6, 11])
+
+    def agrees(td, gamma):
+        args = gae_entries(0, gamma=gamma) | {k: td["next", k] for k in ("reward", "done", "terminated")}
+        args |= {"state_value": td["state_value"], "next_state_value": td["next", "state_value"]}
+        wanted = F.generalized_advantage_estimate(**args)
+        assert torch.equal(td["advantage"], wanted[0]) and torch.equal(td["value_target"], wanted[1])
+
+    module = GAE(gamma=0.9, lmbda=0.8)
+    module(rows(0))
+    evaluated.clear()
+    found = [module(rows(1))]
+    module.gamma.fill_(0.5)
+    found.append(module(rows(2)))
+    assert not evaluated
+    agrees(found[0], torch.tensor(0.9))
+    agrees(found[1], torch.tensor(0.5))
+    masked = rows(3, mask=torch.zeros(6, 11, dtype=torch.bool))
+    module.set_keys(mask="mask")
+    assert not module(masked)["advantage"].any()
 
 
 # ---------------------------------------------------------------------------------------------------------------- specs
@@ -254,7 +404,7 @@ def both(monkeypatch, spec, *args, **kwargs):
     """The output of ``spec``, compiled and in PyTorch."""
     like = args[0][0]
     made = ops.evaluate(spec, *args, (True,), 1, like=like, **kwargs)[0]
-    monkeypatch.setattr(_cpu, "INSTALLED", False)
+    monkeypatch.setattr(_triton, "NUMBA", False)
     return made, ops.evaluate(spec, *args, (True,), 1, like=like, **kwargs)[0]
 
 
@@ -294,6 +444,37 @@ def test_what_cannot_be_traced_is_left_to_pytorch(declare, calls):
     assert not calls
 
 
+@jit
+def exponential(step, tile, hypers):
+    x, done = tile
+    return x, tl.where(done, 0.0, tl.exp(x))
+
+
+@compiled
+@masks
+@pytest.mark.parametrize("entries", [("a", "done"), ("a@1", "done@-1")], ids=["causal", "not"])
+def test_what_does_not_compile_is_left_to_pytorch(declare, masked, entries, monkeypatch, calls):
+    """With one warning; under gradients too."""
+    spec = declare("exponential", entries, (), ("x",), exponential)
+    wanted = declare("exponential_too", entries, (), ("x",), exponential)
+    monkeypatch.setitem(_cpu.FORMS, EXP, "unheard_of({})")
+    monkeypatch.setattr(_cpu, "_refused", set())
+    x = rollout(3, 9, seed=2, dtype=torch.float32)
+    a, kwargs = x["reward"], {"mask": x["mask"] if masked else None, "like": x["reward"]}
+    with pytest.warns(UserWarning, match="exponential is evaluated in PyTorch.*unheard_of") as warned:
+        for _ in range(2):
+            (actual,) = ops.evaluate(spec, (a, x["done"]), (), (True,), 1, **kwargs)
+    assert len(warned) == 1
+    leaf = a.clone().requires_grad_()
+    (tracked,) = ops.evaluate(spec, (leaf, x["done"]), (), (True,), 1, **kwargs)
+    assert "exponential" not in calls
+    monkeypatch.setattr(_triton, "NUMBA", False)
+    (expected,) = ops.evaluate(wanted, (a, x["done"]), (), (True,), 1, **kwargs)
+    agree(actual, expected, 1e-6, 1e-6)
+    agree(tracked.detach(), expected, 1e-6, 1e-6)
+    assert torch.autograd.grad(tracked.sum(), leaf)[0].isfinite().all()
+
+
 @compiled
 @pytest.mark.parametrize("name", ["gae", "vtrace"])
 def test_gradients_run_compiled(name, monkeypatch, calls):
@@ -309,7 +490,7 @@ def test_gradients_run_compiled(name, monkeypatch, calls):
     monkeypatch.setattr(ops, "DERIVED", 1)
     actual = gradient()
     assert any(called.endswith("'") for called in calls)
-    monkeypatch.setattr(_cpu, "INSTALLED", False)
+    monkeypatch.setattr(_triton, "NUMBA", False)
     agree(actual, gradient(), 1e-5, 1e-5)
 
 

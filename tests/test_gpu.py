@@ -112,6 +112,8 @@ def test_a_remembered_call_reads_what_it_is_given():
             for a, b, c in zip(got, wanted, out, strict=True):
                 torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
                 assert torch.equal(a, c)
+            on_cpu = F.generalized_advantage_estimate(torch.tensor(gamma), 0.95, *args, time_dim=1)
+            torch.testing.assert_close(on_cpu, got, rtol=1e-6, atol=1e-6)
         shared = F.generalized_advantage_estimate(0.9, 0.95, args[0], args[0], *args[2:], time_dim=1)
         apart = F.generalized_advantage_estimate(0.9, 0.95, args[0], args[0].clone(), *args[2:], time_dim=1)
         assert torch.equal(shared[0], apart[0])

@@ -1,6 +1,7 @@
 """Guards against regressions of cost: of counted work on any machine, of ratios of times on a GPU (``-m gpu_perf``).
 
-Work is counted where a GPU is only pretended: a call goes the way of one on a GPU's tensors, up to the launch.
+Work is counted on a CPU, and where a GPU is only pretended: a call goes the way of one on a GPU's tensors, up to the
+launch.
 """
 
 import sys
@@ -14,7 +15,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_triton_td
-from rl_triton_td import _launch, ops
+from rl_triton_td import _cpu, _launch, _triton, functional, ops
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
 
@@ -26,32 +27,32 @@ from benchmarks.suites import Shape  # noqa: E402
 N, T, AGENTS = 8, 16, 3
 WAYS = ("ours", "ours_out", "module", "module_out")
 WORK = {  # Python calls of each of WAYS, and how often the modules ask a tensordict for something
-    "gae": ((44, 53, 134, 110), (19, 15)),
-    "gae_bootstrap": ((43, 52, 134, 110), (19, 15)),
-    "gae_truncated": ((45, 54, 134, 110), (19, 15)),
-    "gae_masked": ((46, 55, 135, 111), (20, 16)),
-    "gae_per_step": ((45, 54, 134, 110), (19, 15)),
-    "gae_masked_cut": ((47, 56, 135, 111), (20, 16)),
-    "gae_of_agents": ((None, None, 134, 110), (19, 15)),
-    "td0": ((61, 60, 142, 120), (19, 15)),
-    "td0_advantage": ((63, 62),),
-    "td1": ((63, 62, 133, 109), (19, 15)),
-    "td1_advantage": ((64, 63),),
-    "td_lambda": ((66, 65, 134, 110), (19, 15)),
-    "td_lambda_advantage": ((67, 66),),
-    "td_lambda_terminal": ((65, 64),),
-    "reward2go": ((34, 34, 112, 100), (15, 13)),
-    "reward2go_truncated": ((38, 38, 112, 100), (15, 13)),
-    "vtrace": ((47, 56, 254, 230), (30, 26)),
-    "vtrace_bootstrap": ((46, 55, 254, 230), (30, 26)),
-    "vtrace_truncated": ((48, 57, 254, 230), (30, 26)),
-    "vtrace_masked": ((49, 58, 255, 231), (31, 27)),
-    "retrace": ((48, 57, 147, 123), (22, 18)),
-    "retrace_return": ((45, 45),),
-    "retrace_from_action_values": ((52,),),
-    "eligibility_trace": ((33, 33, 92, 80), (9, 7)),
-    "prefix_sum": ((31, 31, 91, 79), (9, 7)),
-    "linear_recurrence": ((31, 31),),
+    "gae": ((37, 48, 101, 99), (2, 0)),
+    "gae_bootstrap": ((36, 47, 100, 98), (2, 0)),
+    "gae_truncated": ((38, 49, 101, 99), (2, 0)),
+    "gae_masked": ((39, 50, 105, 103), (2, 0)),
+    "gae_per_step": ((38, 49, 101, 99), (2, 0)),
+    "gae_masked_cut": ((40, 51, 105, 103), (2, 0)),
+    "gae_of_agents": ((None, None, 101, 99), (2, 0)),
+    "td0": ((56, 56, 102, 100), (2, 0)),
+    "td0_advantage": ((58, 58),),
+    "td1": ((58, 58, 100, 98), (2, 0)),
+    "td1_advantage": ((59, 59),),
+    "td_lambda": ((61, 61, 101, 99), (2, 0)),
+    "td_lambda_advantage": ((62, 62),),
+    "td_lambda_terminal": ((60, 60),),
+    "reward2go": ((29, 30, 87, 86), (1, 0)),
+    "reward2go_truncated": ((33, 34, 89, 88), (1, 0)),
+    "vtrace": ((40, 51, 221, 219), (13, 11)),
+    "vtrace_bootstrap": ((39, 50, 220, 218), (13, 11)),
+    "vtrace_truncated": ((41, 52, 221, 219), (13, 11)),
+    "vtrace_masked": ((42, 53, 225, 223), (13, 11)),
+    "retrace": ((41, 52, 113, 111), (2, 0)),
+    "retrace_return": ((40, 41),),
+    "retrace_from_action_values": ((45,),),
+    "eligibility_trace": ((31, 32, 80, 79), (1, 0)),
+    "prefix_sum": ((29, 30, 84, 83), (1, 0)),
+    "linear_recurrence": ((29, 30),),
 }
 SLACK = 1.15  # of Python calls, which versions of Python and PyTorch make more or fewer of
 VIEWS = {f"aten.{name}.default" for name in ("view", "expand", "unsqueeze")}
@@ -73,6 +74,14 @@ ROWS_MORE = (
 COUNTED = {**ROWS, **{row.name: row for row in ROWS_MORE}}
 
 
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What was remembered elsewhere, of a GPU that is only pretended or not."""
+    for function in vars(functional).values():
+        if memory := getattr(function, "memory", None):
+            monkeypatch.setattr(memory, "calls", {})
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The outputs of every launch, as pointers; ``"compiled"`` for one that Triton is asked for."""
@@ -92,7 +101,6 @@ def launched(monkeypatch):
     monkeypatch.setattr(ops, "runs_kernels", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     return seen
 
 
@@ -158,7 +166,7 @@ def asked(call, x):
     return seen
 
 
-@pytest.mark.parametrize(
+every_way = pytest.mark.parametrize(
     "name, way, ceiling, questions",
     [
         pytest.param(name, way, ceiling, asks[0][k - 2] if k >= 2 else 0, id=f"{name}-{way}")
@@ -167,6 +175,9 @@ def asked(call, x):
         if ceiling is not None
     ],
 )
+
+
+@every_way
 def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, questions):
     call, fresh = prepared(name, way)
     outputs = COUNTED[name].outputs
@@ -187,7 +198,38 @@ def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, ques
     assert len(launched) == 3 and {x.data_ptr() for x in written} == set(launched[-1]) - {None}
     answers = asked(call, fresh())
     assert answers.total() <= questions, answers
-    assert answers["_get_str", "next"] == (0 if not questions else 2 if name == "prefix_sum" else 1)
+    assert operators(call, fresh()) == made
+
+
+@pytest.fixture
+def looped(monkeypatch):
+    """The outputs of every compiled loop that is run, as pointers."""
+    seen, run = [], _cpu._Loop.run
+    monkeypatch.setattr(_cpu._Loop, "run", lambda plan, *args: run(plan, *args) or seen.append(args[1]))
+    return seen
+
+
+@pytest.mark.skipif(not _triton.NUMBA, reason="needs numba")
+@every_way
+def test_a_call_on_a_cpu_is_one_loop_and_little_else(looped, name, way, ceiling, questions, monkeypatch):
+    if name == "retrace_from_action_values":
+        pytest.skip("the taken action's values are gathered first")
+    call, fresh = prepared(name, way)
+    outputs = COUNTED[name].outputs
+    if way.startswith("module") and name.startswith("td"):
+        outputs = ("advantage", "value_target")
+    made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+    operators(call, fresh()), call(fresh())  # a mode that watches is one more thing that a call depends on
+    monkeypatch.setattr(_cpu, "evaluate", None)
+    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling
+    looped.clear()
+    written = call(fresh())
+    if way.startswith("module"):
+        written = tuple(written.get(key) for key in outputs)
+    written = written if isinstance(written, tuple) else (written,)
+    assert len(looped) == 1 and {x.data_ptr() for x in written} == set(looped[0]) - {None}
+    answers = asked(call, fresh())
+    assert answers.total() <= questions, answers
     assert operators(call, fresh()) == made
 
 
