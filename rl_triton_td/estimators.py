@@ -563,7 +563,11 @@ class Estimator(ValueEstimatorBase):
             elif len(whole) > 1:
                 chunks = data.split(whole[0].numel(), 0)
             # gradients may pass through the values, but not into the network's own parameters
-            held = _without_gradients(network) if params is None else params.to_module(network, preserve_module_state=False)
+            held = (
+                _without_gradients(network)
+                if params is None
+                else params.to_module(network, preserve_module_state=False)
+            )
             with held:
                 parts = [network(chunk).select(key, *map(_next, recurrent or ()), strict=False) for chunk in chunks]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
