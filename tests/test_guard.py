@@ -255,16 +255,17 @@ def test_a_backward_pass_is_one_launch(launched):
 WIDE, ODD, SQUARE, TIME_MAJOR = Shape(65536, 256), Shape(16384, 1000), Shape(4096, 4096), Shape(65536, 256, "time")
 RATIOS = {  # device time over that of a kernel that copies as many bytes
     "gae": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05, TIME_MAJOR: 1.08},
-    "gae_bootstrap": {WIDE: 1.14, ODD: 1.14, SQUARE: 1.14},
-    "gae_masked": {WIDE: 1.19},
-    "gae_backward": {WIDE: 1.5},
-    "td_lambda": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05},
-    "reward2go": {WIDE: 1.15, ODD: 1.15, SQUARE: 1.15},
-    "vtrace": {WIDE: 1.05, ODD: 1.05, SQUARE: 1.05},
-    "vtrace_bootstrap": {SQUARE: 1.15},
-    "retrace": {WIDE: 1.1, ODD: 1.1, SQUARE: 1.15},
-    "eligibility_trace": {WIDE: 1.13},
-    "prefix_sum": {WIDE: 1.1},
+    "gae_bootstrap": {WIDE: 1.05, ODD: 1.1, SQUARE: 1.12},
+    "gae_masked": {WIDE: 1.08},
+    "gae_backward": {WIDE: 1.08},
+    "td_lambda": {WIDE: 1.03, ODD: 1.03, SQUARE: 1.04},
+    "reward2go": {WIDE: 1.06, ODD: 1.08, SQUARE: 1.18},
+    "vtrace": {WIDE: 1.03, ODD: 1.03, SQUARE: 1.05},
+    "vtrace_bootstrap": {SQUARE: 1.06},
+    "retrace": {WIDE: 1.03, ODD: 1.03, SQUARE: 1.14},
+    "retrace_from_action_values": {WIDE: 1.03, SQUARE: 1.08},
+    "eligibility_trace": {WIDE: 1.06},
+    "prefix_sum": {WIDE: 1.06},
 }
 
 
@@ -296,4 +297,4 @@ def test_a_module_takes_little_longer_than_its_function():
     assert not any(f["note"] for f in figures.values()), figures
     ratio = figures["module_out"]["back_to_back_us"] / figures["ours_out"]["back_to_back_us"]
     print(f"ratio {ratio:.3f}")
-    assert ratio <= 1.6, f"{ratio:.3f} times the function"
+    assert ratio <= 1.8, f"{ratio:.3f} times the function"
