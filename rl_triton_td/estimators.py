@@ -917,9 +917,10 @@ class VTrace(Estimator, torchrl_value.VTrace):
         ]
 
     def _beside(self, tensordict):
-        log_mu = _maybe_get_or_select(tensordict, self.tensor_keys.sample_log_prob)
+        key = self.tensor_keys.sample_log_prob
+        log_mu = _maybe_get_or_select(tensordict, key) if isinstance(key, list) else _entry(tensordict, key)
         if log_mu is None:
-            raise self._missing(self.tensor_keys.sample_log_prob, tensordict)
+            raise self._missing(key, tensordict)
         if is_tensor_collection(log_mu):
             log_mu = log_mu.sum(dim="feature", reduce=True)
         return self._log_pi(tensordict), log_mu
@@ -946,17 +947,19 @@ class VTrace(Estimator, torchrl_value.VTrace):
     def _log_pi(self, tensordict: TensorDictBase) -> Tensor:
         """Log-probability of the stored action under the current policy."""
         actor = self.actor_network
-        with _without_gradients(actor), set_composite_lp_aggregate(True):
-            actions = list(getattr(actor, "dist_sample_keys", ()))
-            stored = {key: tensordict.get(key, None) for key in actions}
-            if not stored or any(action is None for action in stored.values()):
-                return _call_actor_net(
-                    actor_net=actor, data=tensordict, params=None, log_prob_key=self.tensor_keys.sample_log_prob
-                )
+        actions = list(getattr(actor, "dist_sample_keys", ()))
+        stored = [_entry(tensordict, key) for key in actions]
+        with _without_gradients(actor):
+            if not stored or any(action is None for action in stored):
+                with set_composite_lp_aggregate(True):
+                    return _call_actor_net(
+                        actor_net=actor, data=tensordict, params=None, log_prob_key=self.tensor_keys.sample_log_prob
+                    )
             distribution = actor.get_dist(tensordict.select(*actor.in_keys, strict=False))
             if isinstance(distribution, CompositeDistribution):
-                return distribution.log_prob(tensordict.select(*actions))
-            (action,) = stored.values()
+                with set_composite_lp_aggregate(True):
+                    return distribution.log_prob(tensordict.select(*actions))
+            (action,) = stored
             return distribution.log_prob(action)
 
 
