@@ -18,7 +18,7 @@ import re
 import tempfile
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -70,6 +70,8 @@ def evaluate(
         behind: the bootstrap holds only behind the last step.
         compute: dtype of the arithmetic.
     """
+    if not all(x.data_ptr() for x in (*head, *inputs, *hypers, initial, *outputs) if isinstance(x, Tensor)):
+        return False  # no memory of their own: wrappers, zeros that are not stored
     sources = [_flag(x) if k in HEAD_FLAGS else _number(x, compute) for k, x in enumerate(head)]
     sources += (_flag(x) if flag else _number(x, compute) for x, flag in zip(inputs, spec.flags, strict=True))
     numbers = array.array("d" if compute == torch.float64 else "f", [h for h in hypers if not isinstance(h, Tensor)])
@@ -113,8 +115,24 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix=__name__)
 
 
-if hasattr(os, "register_at_fork"):  # threads stay behind in the parent
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+def _after_fork():
+    """Threads stay behind in the parent, and what they were holding."""
+    global _compiling
+    _pool.cache_clear()
+    _compiling = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _await(others):
+    """Wait for all of them, whatever interrupts: the memory that they write to must not go away."""
+    try:
+        wait(others)
+    except BaseException:
+        _await(others)
+        raise
 
 
 class _Loop:
@@ -159,9 +177,10 @@ class _Loop:
         edges = [max(outer, rows) * k // threads for k in range(threads + 1)]
         shares = [(a, b, 0, rows) if outer > rows else (0, outer, a, b) for a, b in zip(edges, edges[1:])]  # noqa: B905
         others = [_pool(threads).submit(self.function, self.address, *share, *pointers) for share in shares[1:]]
-        self.function(self.address, *shares[0], *pointers)
-        for other in others:
-            other.result()
+        try:
+            self.function(self.address, *shares[0], *pointers)
+        finally:
+            _await(others)
 
 
 _plans: dict[tuple, _Loop] = {}
@@ -382,7 +401,7 @@ def _compiled(source: str, double: bool):
 
     try:
         return compiled(str(_kept(source, double)), True)
-    except (OSError, RuntimeError):  # no home, no room, no right to write there
+    except Exception:  # no home, no room, no right to write there; a file that is damaged
         return compiled(f"<{__name__}>", False)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from . import _scan, _triton
 from ._triton import tl, triton
@@ -157,7 +158,20 @@ class _Launch:
     """Everything about a launch but its pointers: built once for a layout, then called."""
 
     def __init__(
-        self, spec: Spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise, twins
+        self,
+        spec: Spec,
+        shape,
+        time_dim,
+        sources,
+        outputs,
+        masked,
+        behind,
+        kinds,
+        dtype,
+        device,
+        summarise,
+        twins,
+        meets,
     ):
         self.spec, self.device, self.summarise = spec, device, summarise
         wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
@@ -192,7 +206,7 @@ class _Launch:
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
         cut = self.segments > 1 and spec.recurrences > 0 and not summarise
-        meets = cut and chunks == 1 and dtype == torch.float32
+        meets = meets and cut and chunks == 1 and dtype == torch.float32
         self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if meets else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
@@ -302,7 +316,7 @@ class Meetings:
     WORDS = 2**17  # that are made ready at a time
     lock = threading.Lock()
     ready: dict[torch.device, Tensor] = {}
-    kept: list[Tensor] = []  # of graphs, which may be replayed at any time
+    kept: list[Tensor] = []  # a graph may be replayed at any time, a launch under way on any stream
 
     def __init__(self, device: torch.device, words: int):
         self.device, self.words = device, words
@@ -311,8 +325,7 @@ class Meetings:
     def place(self) -> Tensor:
         cuda = self.device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
-            self.kept.append(self._taken(capturing=True))
-            return self.kept[-1]
+            return self._taken(capturing=True)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else 0
         place = self.by_stream.get(stream)
         if place is None:
@@ -324,10 +337,12 @@ class Meetings:
             ready = self.ready.get(self.device)
             if ready is None or len(ready) < self.words:
                 if capturing:  # the graph will set it to zero whenever it is replayed
-                    return torch.zeros(self.words, dtype=torch.long, device=self.device)
+                    self.kept.append(torch.zeros(self.words, dtype=torch.long, device=self.device))
+                    return self.kept[-1]
                 ready = torch.zeros(max(self.words, self.WORDS), dtype=torch.long, device=self.device)
                 if self.device.type == "cuda":  # other streams take of it too
                     torch.cuda.current_stream(self.device).synchronize()
+                self.kept.append(ready)
             self.ready[self.device] = ready[self.words :]
             return ready[: self.words]
 
@@ -367,7 +382,19 @@ _launches: dict[tuple, _Launch] = {}
 
 
 def launch(
-    spec: Spec, shape, time_dim: int, sources, outputs, *, initial, masked, behind, dtype, kinds=None, summarise=False
+    spec: Spec,
+    shape,
+    time_dim: int,
+    sources,
+    outputs,
+    *,
+    initial,
+    masked,
+    behind,
+    dtype,
+    kinds=None,
+    summarise=False,
+    meets=True,
 ):
     """Run ``spec``.
 
@@ -382,6 +409,7 @@ def launch(
         dtype: of the arithmetic.
         kinds: of the inputs, as the kernel's ``load`` has them; by default numbers and flags.
         summarise: write what each segment does to what enters it, ``(u, w)`` of ``[rows, segments]``.
+        meets: whether segments may meet, in memory that outlives the call.
     """
     initial = None if initial is None else initial.reshape(-1).contiguous()
     layout = tuple(
@@ -392,18 +420,18 @@ def launch(
     kinds = spec.flags if kinds is None else kinds
     shifts, others = _reads(spec)
     twins = tuple(next((k for k in others if sources[k] is sources[i]), i) for i in shifts)
-    key = (spec, time_dim, shape, layout, twins, masked, behind, kinds, dtype, summarise, device, _forced_tile)
+    key = (spec, time_dim, shape, layout, twins, masked, behind, kinds, dtype, summarise, device, meets, _forced_tile)
     plan = _launches.get(key)
     if plan is None:
         try:
             plan = _Launch(
                 spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise,
-                dict(zip(shifts, twins, strict=True)),
+                dict(zip(shifts, twins, strict=True)), meets,
             )  # fmt: skip
         except _TooManyRowDimensions:
             return _launch_slices(
                 spec, shape, time_dim, sources, outputs, initial=initial, masked=masked, behind=behind, dtype=dtype,
-                kinds=kinds,
+                kinds=kinds, meets=meets,
             )  # fmt: skip
         if len(_launches) >= 4096:
             _launches.clear()
@@ -431,7 +459,7 @@ def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behi
     plan(sources, outputs, summary, initial)
 
 
-def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, behind, dtype, kinds):
+def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, behind, dtype, kinds, meets):
     """:func:`launch` for rows of more strided dimensions than the kernel indexes, one slice of the first at a time."""
     dim = next(d for d in range(len(shape)) if d != time_dim and shape[d] > 1)
     rows = math.prod(shape) // shape[time_dim] // shape[dim]
@@ -450,6 +478,7 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
             behind=behind,
             dtype=dtype,
             kinds=kinds,
+            meets=meets,
         )
 
 
@@ -457,17 +486,29 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
 # A launch here is that of a kernel or of a compiled loop: a plan with `run` and `repeatable`, and what it runs on.
 
 _recording = threading.local()  # .launches: a list while a call is watched
+_TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 _TENSOR = object()  # stands for a tensor among the constants of a call
 _PLAIN = frozenset((float, int, bool, str, type(None)))
+
+
+def traced() -> bool:
+    """Whether a compiler, a tracer, a transform or a derivative follows what is done with any tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
+    )
 
 
 def remembers() -> bool:
     """Whether launches are remembered now: not where there are none, while tracing, inside a watched call."""
     return (
         _forced_tile is None
-        and not torch.compiler.is_compiling()
+        and not traced()
         and (_triton.NUMBA or torch.cuda.is_initialized())
-        and not torch._C._are_functorch_transforms_active()
         and getattr(_recording, "launches", None) is None
     )
 
@@ -493,12 +534,13 @@ class Memory:
         if not (on_gpu or _triton.NUMBA and tensors[-1].is_cpu):
             return function(*args, **kwargs)
         pointers = list(map(Tensor.data_ptr, tensors))
-        if on_gpu and functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
+        if 0 in pointers or on_gpu and functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
             return function(*args, **kwargs)
         guarded = tensors
         if len({*pointers}) < len(pointers):
-            guarded = dict(zip(map(id, tensors), tensors, strict=True)).values()
-            constants += (len(guarded), *map(pointers.index, pointers))  # who lies on whom
+            ids = list(map(id, tensors))
+            guarded = dict(zip(ids, tensors, strict=True)).values()
+            constants += (*map(ids.index, ids), *map(pointers.index, pointers))  # who is whom, and who lies on whom
         try:
             replays = self.calls.get(key := tuple(constants), ())
         except TypeError:  # something unhashable, of which no launch comes
@@ -609,6 +651,7 @@ class _Replay:
         if None in returned:
             return None
         self.returned = _several(returned) if isinstance(result, tuple) else operator.itemgetter(*returned)
+        self.overwritten = [i for i in written if i is not None and i < known and not tensors[i].is_inference()]
         self.fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return self
 
@@ -616,6 +659,8 @@ class _Replay:
         made = [torch.empty_like(tensors[like]) for like in self.likes]
         known = [*pointers, *map(Tensor.data_ptr, made), *self.constants]
         self.plan.run(self.sources(known), self.written(known), None, known[self.initial])
+        if self.overwritten:
+            torch._C._increment_version([tensors[i] for i in self.overwritten])
         return self.returned([*tensors, *made])
 
 

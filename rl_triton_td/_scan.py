@@ -48,6 +48,7 @@ def unsealed(word):
 def met(meeting, n, valid_row, order, S, epoch, scanned, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
     """What enters this segment, of each recurrence: told what it does to it, and heard the same of those before."""
     told = meeting + n * (2 * RECURRENCES) * S + order
+    tl.debug_barrier()  # every warp has read the epoch from the words that now change
     for k in tl.static_range(RECURRENCES):
         tl.atomic_xchg(told + 2 * k * S, sealed(at_end(scanned[k][0]), epoch), mask=valid_row, sem="relaxed")
         tl.atomic_xchg(told + (2 * k + 1) * S, sealed(at_end(scanned[k][1]), epoch), mask=valid_row, sem="relaxed")

@@ -46,7 +46,11 @@ except ImportError:  # no Triton on this platform: the CPU path needs none
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on CPU tensors too."""
 
-NUMBA = not INTERPRETED and bool(importlib.util.find_spec("numba")) and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
+NUMBA = (
+    not INTERPRETED
+    and bool(importlib.util.find_spec("numba"))
+    and os.environ.get("NUMBA_DISABLE_JIT") in (None, "", "0")
+)
 """Whether loops are compiled for CPU tensors."""
 
 

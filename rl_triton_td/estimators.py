@@ -348,8 +348,8 @@ class Estimator(ValueEstimatorBase):
         """``(constants, tensors)`` that the results depend on, where they depend on nothing else; else ``None``."""
         recalled = self.__dict__.get("_recalled")
         if recalled is None:
-            recalled = self.__dict__["_recalled"] = (self.out_keys, *self._recalled_keys())
             self.__dict__["_memory"] = Memory()
+            recalled = self.__dict__["_recalled"] = (self.out_keys, *self._recalled_keys())
         after = _entry(tensordict, "next")
         if len(recalled) < 3 or type(tensordict) is not TensorDict or type(after) is not TensorDict:
             return None
@@ -563,11 +563,7 @@ class Estimator(ValueEstimatorBase):
             elif len(whole) > 1:
                 chunks = data.split(whole[0].numel(), 0)
             # gradients may pass through the values, but not into the network's own parameters
-            held = (
-                _without_gradients(network)
-                if params is None
-                else params.to_module(network, preserve_module_state=False)
-            )
+            held = hold_out_net(network) if params is None else params.to_module(network, preserve_module_state=False)
             with held:
                 parts = [network(chunk).select(key, *map(_next, recurrent or ()), strict=False) for chunk in chunks]
             values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -593,7 +589,7 @@ class Estimator(ValueEstimatorBase):
 
     def _look_twice(self, tensordict, params, target_params, key):
         """TorchRL's calls: ``(value, next_value, valid)``."""
-        with _without_gradients(self.value_network) if params is None else nullcontext():
+        with hold_out_net(self.value_network) if params is None else nullcontext():
             return self._call_value_nets(
                 data=self._network_input(tensordict, key),
                 params=params,
@@ -639,11 +635,6 @@ def _seams(tensordict: TensorDictBase, done: Tensor, mask: Tensor | None, time_d
     if mask is not None:
         seam &= steps(mask, 0) & steps(mask, 1)
     return bool(seam.any())
-
-
-def _without_gradients(network):
-    """A context in which none reach the network's own parameters; going through all of them takes its time."""
-    return hold_out_net(network) if torch.is_grad_enabled() else nullcontext()
 
 
 def _lead(x: Tensor, value: Tensor) -> Tensor:
@@ -949,7 +940,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
         actor = self.actor_network
         actions = list(getattr(actor, "dist_sample_keys", ()))
         stored = [_entry(tensordict, key) for key in actions]
-        with _without_gradients(actor):
+        with hold_out_net(actor) if torch.is_grad_enabled() else nullcontext():  # it goes through all parameters
             if not stored or any(action is None for action in stored):
                 with set_composite_lp_aggregate(True):
                     return _call_actor_net(
@@ -1100,7 +1091,7 @@ class RetraceEstimator(Estimator):
     def _policy(self, tensordict, action_values):
         """Probabilities of all actions under the target policy."""
         if self.actor_network is not None:
-            with _without_gradients(self.actor_network):
+            with hold_out_net(self.actor_network):
                 return self.actor_network.get_dist(
                     tensordict.select(*self.actor_network.in_keys, strict=False)
                 ).probs.to(action_values.dtype)

@@ -233,6 +233,8 @@ def _outputs(out, names: tuple[str, ...], like: Tensor):
                 f"out for {name} is {x.dtype} {tuple(x.shape)} on {x.device}, expected {like.dtype} "
                 f"{tuple(like.shape)} on {like.device}."
             )
+        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            raise ValueError(f"out for {name} is a leaf that requires grad, which nothing may be written into.")
     return given
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from . import _cpu
-from ._launch import HEAD, launch, not_remembered
+from ._launch import HEAD, launch, not_remembered, traced
 from ._triton import runs_kernels
 from .adjoint import INPUTS, adjoint, differentiable, named
 from .specs import NEIGHBOUR, RECURRENCE, Spec
@@ -99,6 +100,13 @@ def evaluate(
     compute = COMPUTE.get(like.dtype, torch.float32)
     tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
     seen = _seen(tensors) or isinstance(like, FakeTensor)
+    if forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise NotImplementedError(f"{spec.name} has no derivatives in forward mode; those in reverse mode are there.")
+    if not seen:
+        inputs, hypers = tuple(map(_stored, inputs)), tuple(map(_stored, hypers))
+        next_value, successor, bootstrap, initial = map(_stored, (next_value, successor, bootstrap, initial))
     fused = not seen and runs_kernels(like.device)
     if choice is not None and not (fused and mask is None and choice.uniform(inputs, next_value)):
         inputs, next_value, choice = *choice.made(inputs, next_value), None
@@ -126,6 +134,7 @@ def evaluate(
     if compiled:
         outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
         if _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute):
+            _overwritten(out)
             return outputs
         if mask is not None and not looked:
             inputs, hypers, successor, last = _look_past_mask(
@@ -213,7 +222,18 @@ def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, li
     for output, fresh in zip(outputs, written, strict=True):
         if output is not fresh:
             output.copy_(fresh)
+    _overwritten(out)
     return outputs
+
+
+def _stored(x):
+    """``x`` as memory holds it: PyTorch may have put off a sign."""
+    return x.resolve_neg() if isinstance(x, Tensor) else x
+
+
+def _overwritten(out):
+    """Autograd, past which tensors were written, is told."""
+    torch._C._increment_version([o for o in out if isinstance(o, Tensor) and not o.is_inference()])
 
 
 def _private(outputs, sources):
@@ -326,11 +346,7 @@ torch.library.define(
 
 def _seen(tensors) -> bool:
     """Whether gradients, tracing or a transform follow what is done with ``tensors``."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors))
-    )
+    return traced() or (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors))
 
 
 def _operate(spec: Spec, entries, outputs, order, time_dim: int, behind: bool, compute: torch.dtype) -> tuple | None:
@@ -419,6 +435,7 @@ def _(name, tensors, places, outputs, order, time_dim, behind, double):
             masked=head[HEAD.index("mask")] is not None,
             behind=behind,
             dtype=compute,
+            meets=False,  # compilers warm up in memory that they take back
         )
         return [x for x in made if x is not None]
     compiled = like.numel() >= (DERIVED if name[-1] in "'+" else 1) and _cpu.compiles(spec, like.device)
