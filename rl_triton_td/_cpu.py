@@ -2,7 +2,8 @@
 
 The coefficient functions are traced into symbols, as :mod:`.adjoint` does to derive gradients, and written out in
 scalars as the body of a loop over rows and, serially, over time: every entry is read where it lies. One function is
-compiled for each spec and set of entries; shapes, strides and addresses are its arguments.
+compiled for each spec and set of entries; shapes, strides and addresses are its arguments. Where no step leans on
+another, it goes along the memory, and LLVM makes vectors of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from .adjoint import DECAYED, EXP, INPUTS, SELECT, NotDifferentiable, _named, _o
 from .specs import FLAGS, Spec
 
 BLOCK = 64  # rows at most that take a step together
+CHUNK = 256  # steps whose results wait in memory of their own, in a loop without recurrences
+STAGE = 64  # and of a row in one with recurrences, between its passes
+TEAM = 8  # rows whose sums are added up together there: as many as hide how long an addition takes
+SHORT = 32  # steps that lie side by side and are fewer are not worth vectors
 TOGETHER = 4  # rows that do where a row's steps lie side by side: as many as keep the arithmetic busy
 SHARED = 2**17  # steps in all, from where threads share them
 HEAD_FLAGS = frozenset(HEAD.index(name) for name in FLAGS)
@@ -147,6 +152,8 @@ class _Loop:
         first_hyper = INPUTS + len(spec.inputs)
         initial = first_hyper + len(spec.hypers)
         flags = {*HEAD_FLAGS, *(INPUTS + k for k, flag in enumerate(spec.flags) if flag)}
+        present = tuple(s is not None for s in strides)
+        scalar = tuple(s == () for s in strides[first_hyper:initial])
         steps, size, held, contiguous = shape[time_dim], compute.itemsize, [], 0
         for k, s in enumerate(strides):
             if s is None:
@@ -156,14 +163,25 @@ class _Loop:
             contiguous += len(s) > 0 and s[time_dim] == 1
             held.append(tuple(stride * (1 if k in flags else size) for stride in s or (0,) * len(shape)))
         sizes, merged = _merge_rows(shape, time_dim, held)
-        together = TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
+        units, there = None, dict(zip(HEAD, present, strict=False))
+        sides = [1 if k in flags else size for k, there in enumerate(present) if there]
+        made = sum(present[initial + 1 :])
+        if _elementwise(spec, present, scalar, looked):  # time is one more row dimension, and all of one step
+            order = sorted(range(len(shape)), key=lambda dim: -held[-1][dim])
+            spread = [(*(s[dim] for dim in order), 0) for s in held]
+            flat = _merge_rows((*(shape[dim] for dim in order), 1), len(shape), spread)
+            inner = [m[-1] if m else 0 for m in flat[1]]
+            units = _units(inner, sides, made, flat[0][-1] if flat[0] else 1)
+            if units:
+                held, time_dim, steps, (sizes, merged) = spread, -1, 1, flat
+        elif spec.recurrences and (looked or spec.causal) and not there["mask"]:
+            units = _units([s[time_dim] for s in held], sides, made, steps)
+        together = TEAM if units else TOGETHER if contiguous * 2 >= sum(bool(s) for s in strides) else BLOCK
         layout = [max(0, len(sizes) - 1), steps, together, *sizes[:-1]]
         for s, m in zip(held, merged, strict=True):
             layout += (s[time_dim], m[-1] if m else 0, *m[:-1])
-        present = tuple(s is not None for s in strides)
-        scalar = tuple(s == () for s in strides[first_hyper:initial])
         self.spec, self.present = spec, operator.itemgetter(*(k for k, there in enumerate(present) if there))
-        self.function = _function(spec, present, scalar, looked, behind, compute == torch.float64)
+        self.function = _function(spec, present, scalar, looked, behind, units, compute == torch.float64)
         self.layout = array.array("q", layout)
         self.address, _ = self.layout.buffer_info()
         self.outer, self.rows, self.work = math.prod(sizes[:-1]), sizes[-1] if sizes else 1, shape.numel()
@@ -183,14 +201,40 @@ class _Loop:
             _await(others)
 
 
+def _units(strides, sides, made, steps):
+    """The strides in elements of ``sides`` bytes, if those of the last ``made`` are 1 and the others 0 or 1."""
+    found = [divmod(stride, side) for stride, side in zip(strides, sides, strict=True)]
+    fits = steps >= SHORT and {*found} <= {(0, 0), (1, 0)} and {*found[-made:]} == {(1, 0)}
+    return tuple(unit for unit, _ in found) if fits else None
+
+
 _plans: dict[tuple, _Loop] = {}
 
 
 # ------------------------------------------------------------------------------------------------------------- source
 
 
-def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
-    """The loop, in names that :func:`_language` gives a meaning."""
+@functools.cache
+def _elementwise(spec: Spec, present, scalar, looked: bool) -> bool:
+    """Whether a step's outputs depend on what lies at the step alone, wherever in its row that is."""
+    first_hyper = INPUTS + len(spec.inputs)
+    there = dict(zip(HEAD, present, strict=False))
+    tensors = (*present[INPUTS:first_hyper], *(not s for s in scalar))
+    moved = any(shift and tensor for shift, tensor in zip(spec.shifts, tensors, strict=True)) and not looked
+    if spec.recurrences or moved:
+        return False
+    roots = [root for part in _trace(spec, *_symbols(spec)) for root in part]
+    cut = any(node.form == "step[0]" for node in _ordered(roots))
+    return not spec.transition or (there["next_value"] and not cut)
+
+
+def _source(spec: Spec, present, scalar, looked: bool, behind: bool, units=None) -> str:
+    """The loop, in names that :func:`_language` gives a meaning.
+
+    With ``units``, the entries' strides in elements along the innermost dimension, it goes along that dimension in
+    loops that LLVM makes vectors of: they write to memory of their own, which none of the entries can lie on.
+    Recurrences take passes over a few steps of a few rows: the coefficients, the serial sums, the epilogue.
+    """
     tiles = [f"tile{k}" for k in range(len(spec.inputs))]
     hypers = [f"hyper{k}" for k in range(len(spec.hypers))]
     outs = [f"out{k}" for k in range(len(spec.outputs))]
@@ -204,14 +248,27 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
     shifts = {"successor": 1, **dict(zip((*tiles, *hypers), spec.shifts, strict=True))}
     shifts = {k: shift for k, shift in shifts.items() if shift and k in tensors and not looked}
     held = [name for name in shifts if spec.causal]  # the scan has just come by what they read
-    past_mask = "mask" in entries and not looked
+    past_mask = "mask" in entries and not looked and not units
+    staged = units is not None and spec.recurrences > 0
+    maps, results = _trace(spec, *_symbols(spec))
+    roots = [*maps, *(results[k] for k, _ in wanted)]
+    exponentials = [node for node in _ordered(roots) if node.form == EXP] if staged else []
     rooms = [*carries, *(f"held_{name}" for name in held), *(["follows"] if past_mask and spec.transition else [])]
 
     def place(name, t="t"):
         return f"at_{name} + {t} * time_{name} + n * row_{name}"
 
-    def read(name, t="t"):
-        return f"{'flag' if name in flags else 'number'}({place(name, t)})"
+    unit = dict(zip(entries, units or (), strict=False))
+
+    def read(name, t=None):
+        if not units or name == "initial":
+            return f"{'flag' if name in flags else 'number'}({place(name, t or 't')})"
+        row = f"{'from' if staged else 'at'}_{name}"
+        index = (t or ("j" if staged else "n")) if unit[name] else "0"
+        return f"flag_of({row}, {index})" if name in flags else f"get(pointer({row}), {index})"
+
+    def numeric(name, t=None):
+        return f"(F(1.0) if {read(name, t)} else F(0.0))" if name in flags else read(name, t)
 
     def nothing(name):
         return "False" if name in flags else "F(0.0)"
@@ -228,38 +285,45 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
         emit(1, f"strides_{name} = first + {8 * k} * (2 + dims)")
         emit(1, f"time_{name}, row_{name} = integer(strides_{name}), integer(strides_{name} + 8)")
     emit(1, *(f"{name} = number(start_{name})" for name in scalars), *(f"{name} = room()" for name in rooms))
+    emit(1, *(f"made_{name} = chunk()" for _, name in wanted if units))
+    if staged:
+        emit(1, *(f"{part}{k} = wide()" for part in "uwx" for k in range(spec.recurrences)))
+        emit(1, *(f"e{k} = chunk()" for k in range(len(exponentials))))
+        emit(1, *(f"beside_{name} = chunk()" for name in held))
     emit(1, "for o in range(outer_low, outer_high):")
     emit(2, *(f"at_{name} = start_{name}" for name in tensors), "rest = o", "for k in range(dims):")
     emit(3, "d = dims - 1 - k", "size = integer(layout + 24 + 8 * d)", "index, rest = rest % size, rest // size")
     emit(3, *(f"at_{name} += index * integer(strides_{name} + 16 + 8 * d)" for name in tensors))
-    emit(2, "for begin in range(low, high, together):")
-    emit(3, "end = min(begin + together, high)")
+    if units and not staged:
+        emit(2, f"for begin in range(low, high, {CHUNK}):", f"    for n in range(begin, min(begin + {CHUNK}, high)):")
+    else:
+        emit(2, "for begin in range(low, high, together):", "    end = min(begin + together, high)")
     if rooms:
         entering = read("initial", "0") if "initial" in entries else "F(0.0)"
         emit(3, "for n in range(begin, end):")
         emit(4, "slot = (n - begin) * 8")
         emit(4, *(f"keep({k} + slot, {entering})" if k in carries else f"write({k} + slot, F(0.0))" for k in rooms))
-    emit(3, "for i in range(steps):")
-    emit(4, f"t = {'steps - 1 - i' if spec.reverse else 'i'}", "for n in range(begin, end):")
-    body = functools.partial(emit, 5)
-    body("slot = (n - begin) * 8")
-    if "mask" in entries:
-        body(f"if not {read('mask')}:", *(f"    write({place(name)}, F(0.0))" for _, name in wanted), "    continue")
+    body = functools.partial(emit, 6 if staged else 4 if units else 5)
+    values = {name: nothing(name) if name not in entries else name for name in sources}
+    values |= {name: f"here_{name}" for name in tensors}
 
-    values = {}
-    for name in sources:
-        values[name] = nothing(name) if name not in entries else name if name in scalars else f"here_{name}"
-        if name in held:
-            own = f"(F(1.0) if {read(name)} else F(0.0))" if name in flags else read(name)
-            past = f"number(held_{name} + slot)" + (" != F(0.0)" if name in flags else "")
-            body(f"here_{name}, own = {past}, {own}", f"write(held_{name} + slot, own)")
-        elif name in shifts:
-            t = f"(t + {shifts[name]})"
-            body(f"here_{name} = {read(name, t)} if 0 <= {t} < steps else {nothing(name)}")
-        elif name in tensors and name != "mask":
-            body(f"here_{name} = {read(name)}")
-    if spec.transition:
-        last = "here_last" if "last" in entries else "t == steps - 1"
+    def step():
+        """What lies at the step and what its transition reaches."""
+        for name in sources:
+            if name in held and staged:
+                past = f"get(beside_{name}, side + j)" + (" != F(0.0)" if name in flags else "")
+                body(f"here_{name} = {past}")
+            elif name in held:
+                past = f"number(held_{name} + slot)" + (" != F(0.0)" if name in flags else "")
+                body(f"here_{name}, own = {past}, {numeric(name)}", f"write(held_{name} + slot, own)")
+            elif name in shifts:
+                t = f"(t + {shifts[name]})"
+                body(f"here_{name} = {read(name, t)} if 0 <= {t} < steps else {nothing(name)}")
+            elif name in tensors and (units or name != "mask"):
+                body(f"here_{name} = {read(name)}")
+        if not spec.transition:
+            return
+        last = "here_last" if "last" in entries else "False" if units and not staged else "t == steps - 1"
         if past_mask:
             last = "number(follows + slot) == F(0.0)"
         body(f"last = {last}", f"terminated = {values['terminated']}", f"done = {values['done']} | terminated | last")
@@ -273,36 +337,117 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool) -> str:
             if "successor" in entries:
                 following = f"({following} if done else {values['successor']})"
         body(f"next_value = F(0.0) if terminated else {following}")
-    body(*(f"carried{k} = kept({name} + slot)" for k, name in enumerate(carries)))
 
-    maps, results = _trace(spec, *_symbols(spec))
     leaves = {"step[0]": "done", "step[1]": "next_value"}
     leaves |= {f"tile[{k}]": values[name] for k, name in enumerate(tiles)}
     leaves |= {f"hypers[{k}]": values[name] for k, name in enumerate(hypers)}
     leaves |= {f"x[{k}]": f"x{k}" for k in range(spec.recurrences)}
     leaves |= {f"x_next[{k}]": f"F(carried{k})" for k in range(spec.recurrences)}
-    texts = {}
+    if staged:
+        here, after = (0, 1) if spec.reverse else (1, 0)
+        leaves |= {f"x[{k}]": f"F(take(x{k}, side + j + {here}))" for k in range(spec.recurrences)}
+        leaves |= {f"x_next[{k}]": f"F(take(x{k}, side + j + {after}))" for k in range(spec.recurrences)}
+    texts, numbers = {}, itertools.count()
 
     def express(root):
         for node in _ordered([root]):
             if node in texts:
                 continue
             if node.args:
-                body(f"v{len(texts)} = {FORMS.get(node.form, node.form).format(*(texts[arg] for arg in node.args))}")
-                texts[node] = f"v{len(texts)}"
+                text = FORMS.get(node.form, node.form).format(*(texts[arg] for arg in node.args))
+                texts[node] = f"v{next(numbers)}"
+                body(f"{texts[node]} = {text}")
             elif node.value is None:
                 texts[node] = leaves[node.form]
             else:
                 texts[node] = f"F({repr(node.value).replace('nan', 'NAN').replace('inf', 'INF')})"
         return f"F({texts[root]})"
 
+    if staged:
+        emit(3, f"for piece in range(0, steps, {STAGE}):", f"    count = min({STAGE}, steps - piece)")
+        emit(4, f"low_step = {'steps - piece - count' if spec.reverse else 'piece'}")
+        each = ["for n in range(begin, end):", f"    side = (n - begin) * {STAGE + 1}"]
+        each += (f"    from_{name} = {place(name, 'low_step')}" for name in tensors if name != "initial")
+        each_step = functools.partial(emit, 5, "for j in range(count):")
+        emit(4, *each)
+        for name in held:  # before the step that the next piece needs is written over
+            to, of, edge, own = (0, 1, "count - 1", "0") if spec.reverse else (1, 0, "0", "count - 1")
+            moved = numeric(name, f"j + {of}")
+            emit(5, "for j in range(count - 1):", f"    put(beside_{name}, side + j + {to}, {moved})")
+            emit(5, f"put(beside_{name}, side + {edge}, number(held_{name} + (n - begin) * 8))")
+            emit(5, f"write(held_{name} + (n - begin) * 8, {numeric(name, own)})")
+        ready = {}
+        for k, node in enumerate(exponentials):  # which LLVM leaves to a function of scalars
+            each_step("    t = low_step + j")
+            step()
+            body(f"put(e{k}, side + j, {express(node.args[0])})")
+            each_step(f"    put(e{k}, side + j, {FORMS[EXP].format(f'get(e{k}, side + j)')})")
+            ready[node] = f"get(e{k}, side + j)"
+            texts.clear(), texts.update(ready)
+        each_step("    t = low_step + j")
+        step()
+        for k in range(spec.recurrences):
+            for part, root in zip("uw", maps[2 * k : 2 * k + 2], strict=True):
+                body(f"give({part}{k}, side + j, D({express(root)}))")
+
+        def add_up(depth, k, rows, selected):
+            sides = [f"(n + {r} - begin) * {STAGE + 1}" for r in rows]
+            emit(depth, *(f"carried{r} = kept(carry{k} + (n + {r} - begin) * 8)" for r in rows))
+            first = "count" if spec.reverse else "0"
+            emit(depth, *(f"give(x{k}, {sides[r]} + {first}, carried{r})" for r in rows))
+            emit(depth, "for i in range(count):", f"    j = {'count - 1 - i' if spec.reverse else 'i'}")
+            for r in rows:
+                w = f"take(w{k}, {sides[r]} + j)"
+                carried = f"(carried{r} if {w} != 0.0 else 0.0)" if selected else f"carried{r}"
+                emit(depth + 1, f"carried{r} = take(u{k}, {sides[r]} + j) + {w} * {carried}")
+                emit(depth + 1, f"give(x{k}, {sides[r]} + j + {here}, carried{r})")
+
+        emit(4, "n = begin")
+        for team in (TEAM, TOGETHER, 1):
+            emit(4, f"while end - n >= {team}:")
+            for k in range(spec.recurrences):
+                add_up(5, k, range(team), False)
+            emit(5, f"n += {team}")
+        emit(4, "for n in range(begin, end):")
+        for k in range(spec.recurrences):
+            final = f"take(x{k}, (n - begin) * {STAGE + 1} + {'0' if spec.reverse else 'count'})"
+            # a sum that is not finite makes all that follow so: then again, with what is cut off selected away
+            emit(5, f"if not ({final} * 0.0 == 0.0):")
+            add_up(6, k, range(1), True)
+            emit(5, f"keep(carry{k} + (n - begin) * 8, {final})")
+        texts.clear(), texts.update(ready)
+        emit(4, *each)
+        each_step("    t = low_step + j")
+        step()
+        for k, name in wanted:
+            result = express(results[k])
+            body(f"put(made_{name}, j, {result})")
+        for _, name in wanted:
+            each_step(f"    put(pointer(from_{name}), j, get(made_{name}, j))")
+        return "\n".join(lines) + "\n"
+
+    if not units:
+        emit(3, "for i in range(steps):")
+        emit(4, f"t = {'steps - 1 - i' if spec.reverse else 'i'}", "for n in range(begin, end):")
+        body("slot = (n - begin) * 8")
+    if "mask" in entries and not units:
+        body(f"if not {read('mask')}:", *(f"    write({place(name)}, F(0.0))" for _, name in wanted), "    continue")
+    step()
+    body(*(f"carried{k} = kept({name} + slot)" for k, name in enumerate(carries)))
     for k, name in enumerate(carries):
         u, w = express(maps[2 * k]), express(maps[2 * k + 1])
         body(f"w{k} = {w}", f"sum{k} = D({u}) + D(w{k}) * (carried{k} if w{k} != F(0.0) else 0.0)")
         body(f"keep({name} + slot, sum{k})", f"x{k} = F(sum{k})")
     for k, name in wanted:
         result = express(results[k])
-        body(f"write({place(name)}, {result})")
+        if units:
+            result = f"{result} if here_mask else F(0.0)" if "mask" in entries else result
+            body(f"put(made_{name}, n - begin, {result})")
+        else:
+            body(f"write({place(name)}, {result})")
+    for _, name in wanted if units else ():
+        emit(3, f"for n in range(begin, min(begin + {CHUNK}, high)):")
+        emit(4, f"put(pointer(at_{name}), n, get(made_{name}, n - begin))")
     return "\n".join(lines) + "\n"
 
 
@@ -339,6 +484,55 @@ def _language(double: bool) -> dict:
     from numba.extending import intrinsic
 
     kind = types.float64 if double else types.float32
+
+    row = types.CPointer(kind)
+
+    @intrinsic
+    def pointer(context, place):
+        def build(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_data_type(kind).as_pointer())
+
+        return row(types.int64), build
+
+    def items(kind):
+        row = types.CPointer(kind)
+
+        @intrinsic
+        def get(context, base, index):
+            def build(context, builder, signature, args):
+                return builder.load(builder.gep(args[0], [args[1]]))
+
+            return kind(row, types.int64), build
+
+        @intrinsic
+        def put(context, base, index, value):
+            def build(context, builder, signature, args):
+                builder.store(args[2], builder.gep(args[0], [args[1]]))
+                return context.get_dummy_value()
+
+            return types.void(row, types.int64, kind), build
+
+        @intrinsic
+        def chunk(context):
+            def build(context, builder, signature, args):
+                size = max(CHUNK, TEAM * (STAGE + 1))
+                return cgutils.alloca_once(builder, context.get_data_type(kind), size=size)
+
+            return row(), build
+
+        return get, put, chunk
+
+    get, put, chunk = items(kind)
+    take, give, wide = items(types.float64)
+
+    @intrinsic
+    def flag_of(context, place, index):
+        def build(context, builder, signature, args):
+            lies = context.get_data_type(types.uint8)
+            base = builder.inttoptr(args[0], lies.as_pointer())
+            return builder.icmp_unsigned("!=", builder.load(builder.gep(base, [args[1]])), lies(0))
+
+        return types.boolean(types.int64, types.int64), build
 
     def reader(kind, stored):
         @intrinsic
@@ -384,6 +578,14 @@ def _language(double: bool) -> dict:
         "kept": reader(types.float64, types.float64),
         "keep": writer(types.float64),
         "room": room,
+        "pointer": pointer,
+        "get": get,
+        "put": put,
+        "flag_of": flag_of,
+        "chunk": chunk,
+        "take": take,
+        "give": give,
+        "wide": wide,
         "__name__": __name__,  # numba imports it when it loads what it has kept
     }
 

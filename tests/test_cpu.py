@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import platform
+import re
 import subprocess
 import sys
 import threading
@@ -367,6 +369,95 @@ def test_a_module_remembers_what_it_read(evaluated):
     masked = rows(3, mask=torch.zeros(6, 11, dtype=torch.bool))
     module.set_keys(mask="mask")
     assert not module(masked)["advantage"].any()
+
+
+# -------------------------------------------------------------------------------------------------------------- vectors
+td0 = pytest.mark.parametrize("name", ["td0_return", "td0_advantage"])
+
+
+@compiled
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="looks for instructions of x86")
+@pytest.mark.parametrize(
+    "name,masked", [("td0_return", False), ("td0_return", True), ("td0_advantage", False), ("gae", False)]
+)
+def test_loops_are_made_of_vectors(name, masked, tmp_path, monkeypatch):
+    monkeypatch.setattr(_cpu, "_functions", {})
+    monkeypatch.setattr(_cpu, "_plans", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of what is loaded from disk there is no assembly
+    if name == "gae":
+        monkeypatch.setattr(F.generalized_advantage_estimate.memory, "calls", {})
+    computed(name, entries(name, masked, T=40))
+    (plan,) = _cpu._plans.values()
+    assert re.search(r"\bv?mulps\b", "".join(plan.function.inspect_asm().values()))
+
+
+@compiled
+@td0
+@masks
+@pytest.mark.parametrize("T", [10, 300])
+def test_vectors_change_no_bit(name, masked, T, monkeypatch):
+    """With rows side by side or apart, time outermost, steps apart, a repeated row or step, over what is read."""
+    args = entries(name, masked, N=3, T=T)
+    layouts = {
+        "side by side": lambda x: x[..., None],
+        "apart": lambda x: torch.cat((x, x), 1)[:, :T, None],
+        "time outermost": lambda x: x.repeat(40, 1).t().contiguous().t()[:3, :, None],
+        "steps apart": lambda x: x.repeat_interleave(2, 1)[:, ::2, None],
+    }
+
+    def found():
+        monkeypatch.setattr(_cpu, "_plans", {})
+        results = {kind: computed(name, args, lay=lay)[0] for kind, lay in layouts.items()}
+        for dim in (0, 1):
+            reward = args["reward"].narrow(dim, 0, 1).expand(3, T)
+            (results[dim],) = computed(name, args | {"reward": reward})
+        given = {k: v[..., None] if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+        given["reward"] = given["reward"].clone()
+        results["over what is read"] = ESTIMATORS[name][0](**given, out=given["reward"])[..., 0]
+        return results
+
+    results = found()
+    monkeypatch.setattr(_cpu, "_elementwise", lambda *variant: False)
+    for kind, wanted in found().items():
+        assert torch.equal(results[kind], wanted), kind
+        assert kind in (0, 1) or torch.equal(wanted, results["apart"]), kind
+
+
+@compiled
+@every_estimator
+@pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "NaN and infinity"])
+def test_passes_over_pieces_change_no_bit(name, spoilt, monkeypatch):
+    """Of 8 rows, 4 and 1; where a cut keeps out what is not finite too."""
+    args = entries(name, False, N=13, T=150)
+    if spoilt:
+        entry = next(k for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim > 1)
+        args[entry] = args[entry].clone()
+        args[entry][2, 140], args[entry][9, 20], args[entry][12, 70] = torch.nan, torch.inf, -torch.inf
+
+    def found():
+        monkeypatch.setattr(_cpu, "_plans", {})
+        if hasattr(ESTIMATORS[name][0], "memory"):
+            monkeypatch.setattr(ESTIMATORS[name][0].memory, "calls", {})
+        return computed(name, args)
+
+    actual = found()
+    monkeypatch.setattr(_cpu, "_units", lambda *layout: None)
+    for a, w in zip(actual, found(), strict=True):
+        torch.testing.assert_close(a, w, rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["gae", "vtrace"])
+def test_pieces_over_what_is_read(name):
+    """With values shifted by a step, the first of a piece being what the piece before needs."""
+    x = rollout(13, 150, seed=11, dtype=torch.float32)
+    shifted = {k: x[k] for k in ("state_value", "bootstrap", "done")} | {"next_state_value": None}
+    args = {k: v[..., None] if isinstance(v, torch.Tensor) and v.ndim > 1 else v
+            for k, v in entries(name, False, N=13, T=150, **shifted).items()}  # fmt: skip
+    wanted = ESTIMATORS[name][0](**args)
+    args |= {k: args[k].clone() for k in ("state_value", "reward")}
+    over = ESTIMATORS[name][0](**args, out=(args["state_value"], args["reward"]))
+    assert all(map(torch.equal, over, wanted))
 
 
 # ---------------------------------------------------------------------------------------------------------------- specs
