@@ -96,7 +96,7 @@ def run(args) -> None:
             out["rows"].append({**about, **ceiling, "contender": name, **figures})
             args.out.write_text(report.dumps(out))
         del case
-        if cuda:  # pieces of memory that a larger case left behind cost some kernels a tenth
+        if cuda:  # the next case has memory of its own, not pieces of a larger one's
             torch.cuda.empty_cache()
     else:
         out["complete"] = True

@@ -60,23 +60,23 @@ def tile_plan(
         step_bytes: what is read and written at one step.
     """
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
+    enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
     if actions and time_contiguous:
-        spread = rows < 12 * multiprocessors
-        block_t, stages = min(_power_of_2(steps), 64 if not spread else 256 if steps <= 4096 else 512), 1
+        block_t, stages = min(_power_of_2(steps), 64 if rows >= enough else 256 if steps <= 4096 else 512), 1
         block_n = min(_power_of_2(rows), max(1, 32 // block_t))
         warps = block_n * block_t // 64
     elif actions:
         block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(_power_of_2(steps), 4), 4, 1
     elif time_contiguous:
         if steps > 4096:
-            spread = rows < 2 * multiprocessors and not masked and step_bytes <= CROWDED  # over several programs
-            block_t = 1024 if not spread or steps <= 2**15 else 2048 if steps <= 2**17 else 4096
+            short = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
+            block_t = 1024 if short else 2048 if steps <= 2**17 else 4096
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
             block_t = min(_power_of_2(steps), 256 if masked and exclusive else 512 if crowded else 4096)
         stages = 2 if masked else 3
         elements = 512 if masked else 1024
-        while few and elements > 256 and rows * steps < 2 * multiprocessors * elements:
+        while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
         dense = exclusive or masked or block_t <= 128 or few
@@ -97,7 +97,7 @@ def tile_plan(
         block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
-    if chunks > 1 and programs < 2 * multiprocessors * (6 if actions and time_contiguous else 1):
+    if chunks > 1 and programs < enough:
         # every program folds the summaries of all the others: no more than lie well in its registers
         most = min(1024, max(1, 256 * warps // block_n))
         segments = chunks if chunks <= most else min(-(-8 * multiprocessors // programs), most)

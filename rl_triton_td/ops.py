@@ -23,7 +23,6 @@ from ._triton import runs_kernels
 from .adjoint import INPUTS, adjoint, differentiable, named
 from .specs import NEIGHBOUR, RECURRENCE, Spec
 
-FLAGS = frozenset(HEAD.index(name) for name in ("done", "terminated", "mask", "last"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of outputs, by number
 DERIVED = 2**14  # steps from where a loop is compiled for what is derived of a spec, one for each set of gradients
 COMPUTE = {torch.float64: torch.float64}  # everything else is computed in float32
@@ -96,7 +95,7 @@ def evaluate(
         like: has the shape, dtype, device and, for new outputs, the strides of the outputs.
     """
     if not like.numel():
-        return tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
+        return _made(out, like)
     compute = COMPUTE.get(like.dtype, torch.float32)
     tensors = (*inputs, *hypers, next_value, successor, bootstrap, initial, choice and choice.next_policy)
     seen = _seen(tensors) or isinstance(like, FakeTensor)
@@ -132,7 +131,7 @@ def evaluate(
         )
     head = (done, terminated, next_value, None if next_value is not None else successor, bootstrap, mask, last)
     if compiled:
-        outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
+        outputs = _made(out, like)
         if _cpu.evaluate(spec, head, inputs, hypers, initial, outputs, time_dim, looked, behind, compute):
             _overwritten(out)
             return outputs
@@ -204,7 +203,7 @@ def _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
 
 
 def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, like, kinds):
-    outputs = tuple(torch.empty_like(like, requires_grad=False) if o is True else o for o in out)
+    outputs = _made(out, like)
     neighbours = any(spec.shifts) or sources[HEAD.index("successor")] is not None
     written = _private(outputs, sources) if neighbours else outputs
     launch(
@@ -224,6 +223,10 @@ def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, li
             output.copy_(fresh)
     _overwritten(out)
     return outputs
+
+
+def _made(out, like):
+    return tuple(torch.empty_like(like) if o is True else o for o in out)
 
 
 def _stored(x):
@@ -491,7 +494,7 @@ def _save(ctx, inputs, output):
         raise RuntimeError(f"{name}: the gradients asked for need outputs of {name}+. Call rl_triton_td.functional.")
     original = [None if place < 0 else tensors[place] for place in ctx.places]
     saved, ctx.kept = [], []
-    flags = FLAGS | {INPUTS + k for k, is_flag in enumerate(rule.spec.flags) if is_flag}
+    flags = _cpu.HEAD_FLAGS | {INPUTS + k for k, is_flag in enumerate(rule.spec.flags) if is_flag}
     for k, x in enumerate(rule.entries(original, solution, (None,) * len(outputs))):
         place = -1
         if x is not None and (k in read or k in flags):

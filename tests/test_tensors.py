@@ -8,6 +8,8 @@ import threading
 
 import pytest
 import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import rl_triton_td
 import rl_triton_td.functional as F
 from conftest import rollout
+from rl_triton_td import _cpu
 
 VALUES = ("state_value", "next_state_value", "reward", "done", "terminated")
 
@@ -112,9 +115,6 @@ def test_values_of_a_network_carry_no_gradients(network_records):
             with torch.set_grad_enabled(network_records):
                 return super().forward(x)
 
-    from tensordict import TensorDict
-    from tensordict.nn import TensorDictModule
-
     critic = TensorDictModule(Net(3, 1), in_keys=["observation"], out_keys=["state_value"])
     after = {"observation": torch.randn(2, 6, 3), "reward": torch.randn(2, 6, 1)}
     after |= {k: torch.zeros(2, 6, 1, dtype=torch.bool) for k in ("done", "terminated")}
@@ -126,7 +126,6 @@ def test_values_of_a_network_carry_no_gradients(network_records):
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals")
 def test_an_interrupt_waits_for_the_threads():
     """Threads that go on writing would write into memory that is no longer there."""
-    _cpu = pytest.importorskip("rl_triton_td._cpu")
     began, over = threading.Event(), []
 
     def slow():
