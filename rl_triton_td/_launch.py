@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import itertools
 import math
-import operator
 import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from . import _scan, _triton
+from . import _scan
+from ._replay import MEETING, Place, nothing_remembered, record
 from ._triton import tl, triton
 from .specs import Spec
 
@@ -122,10 +119,13 @@ class force_tile:
     def __enter__(self):
         global _forced_tile
         self.outer, _forced_tile = _forced_tile, self.tile
+        self.forgetful = nothing_remembered()
+        self.forgetful.__enter__()
 
     def __exit__(self, *_):
         global _forced_tile
         _forced_tile = self.outer
+        self.forgetful.__exit__()
 
 
 @functools.cache
@@ -306,6 +306,34 @@ class _Launch:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         self._fire(stream, (sources, self.strides, outputs, before, initial, meeting, *self.tail))
 
+    def direct(self, sources, outputs, initial):
+        """What the driver wants of a launch, or ``None`` where Triton does more for one.
+
+        Args:
+            sources, outputs, initial: numbers, ``None``, and a :class:`~._replay.Place` for each pointer.
+
+        Returns:
+            ``(function, grid, threads, shared memory, parameters of 8 bytes each, (parameter, place) of the pointers,
+            what gives the place to meet at)``.
+        """
+        metadata = getattr(self.compiled, "metadata", None)
+        if metadata is None or TRITON not in LAUNCHED_ALIKE or torch.version.hip is not None:
+            return None
+        more = "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"
+        if any(getattr(metadata, name, 1) for name in more) or metadata.num_ctas != 1:
+            return None
+        meeting = None if self.meetings is None else self.meetings.place
+        arguments = sources, self.strides, outputs, None, initial, meeting and Place(MEETING), *self.tail
+        values, slots = [], []
+        for kind, x in parameters(self.compiled.src.signature.values(), arguments):
+            if isinstance(x, Place):
+                slots.append((len(values), int(x)))
+                x = 0
+            values.append(bytes(PARAMETER[kind[0] if kind[0] in "*iu" else kind](x)).ljust(8, b"\0"))
+        values += [bytes(8)] * 2  # memory for scratch, of which there is none
+        threads = 32 * metadata.num_warps
+        return self.compiled.function, self.grid, threads, metadata.shared, b"".join(values), tuple(slots), meeting
+
 
 class Meetings:
     """Where the segments of one plan's launches meet: zeros at first, then what the launch before left.
@@ -347,13 +375,27 @@ class Meetings:
             return ready[: self.words]
 
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) if triton else None
+LAUNCHED_ALIKE = {(3, 6), (3, 7), (3, 8), (3, 9)}  # versions whose kernels take what :func:`parameters` says
+PARAMETER = {"*": ctypes.c_uint64, "i": ctypes.c_int64, "u": ctypes.c_uint64, "fp32": ctypes.c_float,
+             "fp64": ctypes.c_double}  # fmt: skip
+
+
+def parameters(signature, arguments):
+    """``(type, argument)`` of all that a compiled kernel is passed but memory for scratch."""
+    for kind, x in zip(signature, arguments, strict=True):
+        if isinstance(kind, tuple):
+            yield from parameters(kind, x)
+        elif kind != "constexpr":
+            yield kind, x
+
+
 def _direct_launcher(kernel, grid):
     """``(stream, arguments) -> None`` for a compiled kernel, past Triton's Python where its launcher is one we know."""
     launcher, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     flags = getattr(launcher, "launch_cooperative_grid", None), getattr(launcher, "launch_pdl", None)
     needs_scratch = getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1)
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version == (3, 6) and not needs_scratch:
+    if TRITON == (3, 6) and not needs_scratch:
 
         def fire(stream, args):
             launcher.launch(*grid, stream, function, *flags, None, None, metadata, None, None, None, *args)
@@ -480,190 +522,3 @@ def _launch_slices(spec, shape, time_dim, sources, outputs, *, initial, masked, 
             kinds=kinds,
             meets=meets,
         )
-
-
-# ------------------------------------------------------------------------------------------------ launches remembered
-# A launch here is that of a kernel or of a compiled loop: a plan with `run` and `repeatable`, and what it runs on.
-
-_recording = threading.local()  # .launches: a list while a call is watched
-_TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
-_TENSOR = object()  # stands for a tensor among the constants of a call
-_PLAIN = frozenset((float, int, bool, str, type(None)))
-
-
-def traced() -> bool:
-    """Whether a compiler, a tracer, a transform or a derivative follows what is done with any tensor."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
-    )
-
-
-def remembers() -> bool:
-    """Whether launches are remembered now: not where there are none, while tracing, inside a watched call."""
-    return (
-        _forced_tile is None
-        and not traced()
-        and (_triton.NUMBA or torch.cuda.is_initialized())
-        and getattr(_recording, "launches", None) is None
-    )
-
-
-class Memory:
-    """Remembers the launch that a call came to, and does only that where the same call comes again.
-
-    Remembered is what a call depends on but the data: its constants; dtype, device, shape, strides and alignment of its
-    tensors. A call that did more than one launch on its own tensors and new outputs is never remembered.
-    """
-
-    def __init__(self):
-        self.calls: dict[tuple, list[_Replay]] = {}
-
-    def __reduce__(self):  # a copy, or one from a file, starts afresh
-        return Memory, ()
-
-    def __call__(self, constants: list, tensors: list[Tensor], function, args=(), kwargs={}):  # noqa: B006 only read
-        """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``."""
-        if not tensors or isinstance(tensors[-1], FakeTensor):
-            return function(*args, **kwargs)
-        on_gpu = tensors[-1].is_cuda
-        if not (on_gpu or _triton.NUMBA and tensors[-1].is_cpu):
-            return function(*args, **kwargs)
-        pointers = list(map(Tensor.data_ptr, tensors))
-        if 0 in pointers or on_gpu and functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
-            return function(*args, **kwargs)
-        guarded = tensors
-        if len({*pointers}) < len(pointers):
-            ids = list(map(id, tensors))
-            guarded = dict(zip(ids, tensors, strict=True)).values()
-            constants += (*map(ids.index, ids), *map(pointers.index, pointers))  # who is whom, and who lies on whom
-        try:
-            replays = self.calls.get(key := tuple(constants), ())
-        except TypeError:  # something unhashable, of which no launch comes
-            return function(*args, **kwargs)
-        for replay in replays:
-            if replay.fits(*guarded):
-                return replay(tensors, pointers)
-        _recording.launches = launches = []
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            _recording.launches = None
-        replay = _Replay.of(launches, tensors, pointers, guarded, result)
-        if replay is not None:
-            if not replays or len(replays) >= 64:
-                if len(self.calls) >= 1024:
-                    self.calls.clear()
-                self.calls[key] = replays = []
-            replays.insert(0, replay)
-        return result
-
-
-def remembered(function):
-    """``function`` with a :class:`Memory` of its calls."""
-    memory = Memory()
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if not remembers():
-            return function(*args, **kwargs)
-        constants, tensors = [torch.is_grad_enabled(), len(args), *kwargs], []
-        for given in (*args, *kwargs.values()):
-            kind = type(given)
-            if kind in _PLAIN:
-                constants.append(given)
-            elif kind is Tensor or isinstance(given, Tensor):
-                tensors.append(given)
-                constants.append(_TENSOR)
-            elif kind is tuple:
-                constants.append(len(given))
-                constants += (_TENSOR if isinstance(x, Tensor) else x for x in given)
-                tensors += (x for x in given if isinstance(x, Tensor))
-            else:
-                constants.append(given)
-        return memory(constants, tensors, function, args, kwargs)
-
-    call.memory = memory
-    return call
-
-
-def record(plan, sources, outputs, initial, kept=None) -> None:
-    """``plan`` is launched on these tensors and numbers; ``kept`` is the memory of addresses among them."""
-    if (launches := getattr(_recording, "launches", None)) is not None:
-        launches.append((plan, sources, outputs, initial, kept))
-
-
-def not_remembered() -> None:
-    """What is being done is more than a launch: the call that it is part of is not remembered."""
-    if (launches := getattr(_recording, "launches", None)) is not None:
-        launches += (None, None)
-
-
-def _like(output, tensors) -> int | None:
-    """Which of ``tensors`` a new tensor like ``output`` can be made after."""
-    for i, x in enumerate(tensors):
-        if x.shape == output.shape and x.dtype == output.dtype and x.stride() == output.stride():
-            return i
-    return None
-
-
-class _Replay:
-    """One launch, with the arguments that its sources come from."""
-
-    @classmethod
-    def of(cls, launches, tensors, pointers, guarded, result):
-        if len(launches) != 1:
-            return None
-        plan, sources, outputs, initial, kept = launches[0]
-        if not plan.repeatable:
-            return None
-        self, known = cls(), len(pointers)
-        self.plan, self.kept, self.likes = plan, kept, []
-        constants = [x for x in sources if not isinstance(x, Tensor)]
-        places, written = [], []
-        for x in outputs:
-            place = next((i for i, given in enumerate(tensors) if given is x), None)
-            if x is not None and place is None:
-                place, like = known + len(self.likes), _like(x, tensors)
-                if like is None:
-                    return None
-                self.likes.append(like)
-            written.append(place)
-        made = known + len(self.likes)
-        numbers = itertools.count(made)
-        for x in (*sources, initial):
-            if not isinstance(x, Tensor):
-                places.append(next(numbers))
-            elif x.data_ptr() in pointers:  # a view of an argument starts where the argument does
-                places.append(pointers.index(x.data_ptr()))
-            else:
-                return None
-        self.constants = [*constants, None]
-        nothing = made + len(constants)
-        self.sources, self.initial = _several(places[:-1]), places[-1]
-        self.written = _several([nothing if place is None else place for place in written])
-        results = result if isinstance(result, tuple) else (result,)
-        returned = [next((place for place, o in zip(written, outputs, strict=True) if o is x), None) for x in results]
-        if None in returned:
-            return None
-        self.returned = _several(returned) if isinstance(result, tuple) else operator.itemgetter(*returned)
-        self.overwritten = [i for i in written if i is not None and i < known and not tensors[i].is_inference()]
-        self.fits = TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return self
-
-    def __call__(self, tensors, pointers):
-        made = [torch.empty_like(tensors[like]) for like in self.likes]
-        known = [*pointers, *map(Tensor.data_ptr, made), *self.constants]
-        self.plan.run(self.sources(known), self.written(known), None, known[self.initial])
-        if self.overwritten:
-            torch._C._increment_version([tensors[i] for i in self.overwritten])
-        return self.returned([*tensors, *made])
-
-
-def _several(places):
-    """:func:`operator.itemgetter` that gives a tuple for one place too."""
-    return operator.itemgetter(*places) if len(places) > 1 else lambda entries: (entries[places[0]],)

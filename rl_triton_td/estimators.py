@@ -29,7 +29,7 @@ from torchrl.objectives.value.advantages import ValueEstimatorBase, _call_actor_
 
 from . import functional as F
 from . import networks, specs
-from ._launch import Memory, remembers
+from ._replay import Memory, remembers
 from .networks import next_key as _next
 
 __all__ = [
@@ -121,13 +121,28 @@ def _called(forward):
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
         inner = forward if args and isinstance(args[0], TensorDictBase) else dispatched
-        with torch.set_grad_enabled(self.differentiable):
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.differentiable)  # a context manager takes as long as a launch
+        try:
             if self.skip_existing is None:
                 return inner(self, *args, **kwargs)
             with set_skip_existing(self.skip_existing):
                 return inner(self, *args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
 
     return call
+
+
+class _Recalled:
+    """Keys of what results depend on: in the rollout, the written ones first, in what comes next, and below both."""
+
+    def __init__(self, written, here, there):
+        self.here = [key for key in (*written, *here) if type(key) is str]
+        self.there = [key for key in there if type(key) is str]
+        self.below = [(_own, key) for key in written if type(key) is not str]
+        self.below += [(_entry, key) for key in here if type(key) is not str]
+        self.below += [(_entry, _next(key)) for key in there if type(key) is not str]
 
 
 class Estimator(ValueEstimatorBase):
@@ -292,14 +307,10 @@ class Estimator(ValueEstimatorBase):
                 "Expected input tensordict to have at least one dimension, got "
                 f"tensordict.batch_size = {tensordict.batch_size}"
             )
-        beside, situation = self._beside(tensordict), None
-        if params is None and target_params is None and remembers():
-            situation = self._situation(tensordict, time_dim, beside)
-        if situation is None:
-            results = self._results(tensordict, params, target_params, time_dim, beside)
-        else:
-            results = self._memory(*situation, self._results, (tensordict, None, None, time_dim, beside))
-        self._deliver(tensordict, results)
+        beside = self._beside(tensordict)
+        arguments = tensordict, params, target_params, time_dim, beside
+        situation = self._situation(tensordict, time_dim, beside) if params is None and target_params is None else None
+        self._deliver(tensordict, self._recall(situation, self._results, arguments))
         return tensordict
 
     def _deliver(self, tensordict, results):
@@ -345,27 +356,35 @@ class Estimator(ValueEstimatorBase):
         self.__dict__["_recalled"] = None  # what was remembered of calls may not hold any more
 
     def _situation(self, tensordict, time_dim, beside):
-        """``(constants, tensors)`` that the results depend on, where they depend on nothing else; else ``None``."""
+        """What the results depend on, where they depend on nothing else; else ``None``."""
+        if torch.compiler.is_compiling():
+            return None
         recalled = self.__dict__.get("_recalled")
         if recalled is None:
-            self.__dict__["_memory"] = Memory()
-            recalled = self.__dict__["_recalled"] = (self.out_keys, *self._recalled_keys())
+            self.__dict__["_memory"], keys = Memory(), self._recalled_keys()
+            recalled = self.__dict__["_recalled"] = _Recalled(self.out_keys, *keys) if keys else ()
         after = _entry(tensordict, "next")
-        if len(recalled) < 3 or type(tensordict) is not TensorDict or type(after) is not TensorDict:
+        if not recalled or type(tensordict) is not TensorDict or type(after) is not TensorDict:
             return None
-        selected, here, there = recalled
-        entries = [_own(tensordict, key) for key in selected]
-        for data, keys in ((tensordict, here), (after, there)):
-            held = data._tensordict
-            entries += [held.get(key) if type(key) is str else _entry(data, key) for key in keys]
-        entries += beside
-        tensors = [*self._buffers.values(), *[x for x in entries if x is not None]]
-        if not all([isinstance(x, Tensor) for x in tensors]):
-            return None
+        # most are absent, which a method takes long to find out
+        entries = [*map(tensordict._tensordict.get, recalled.here), *map(after._tensordict.get, recalled.there)]
+        entries += [read(tensordict, key) for read, key in recalled.below]
         names = tuple(tensordict.names) if tensordict._has_names() else None
-        constants = [torch.is_grad_enabled(), time_dim, len(tensordict.batch_size), names]
-        constants += [x is None for x in entries]
-        return constants, tensors
+        return time_dim, len(tensordict.batch_size), names, [*entries, *beside, *self._buffers.values()]
+
+    def _recall(self, situation, function, arguments):
+        """``function(*arguments)``, or what is remembered of it in this situation."""
+        if situation is None:
+            return function(*arguments)
+        found = self._memory.recall(situation, None)
+        if found is not None:
+            return found
+        *constants, entries = situation
+        tensors = [x for x in entries if x is not None]
+        if not remembers() or not all(isinstance(x, Tensor) for x in tensors):
+            return function(*arguments)
+        constants = [torch.is_grad_enabled(), *constants, *(x is None for x in entries)]
+        return self._memory((situation, None), constants, tensors, function, arguments)
 
     def _recalled_keys(self):
         """Entries that are read from the rollout and from what comes next; nothing where results depend on more."""
@@ -1221,12 +1240,8 @@ class _ForwardEstimator(Estimator):
     @_called
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write the result into the tensordict and return it; ``time_dim`` overrides the module's."""
-        situation = self._situation(tensordict, time_dim, ()) if remembers() else None
-        if situation is None:
-            result = self._result(tensordict, time_dim)
-        else:
-            result = self._memory(*situation, self._result, (tensordict, time_dim))
-        self._deliver(tensordict, (result,))
+        situation = self._situation(tensordict, time_dim, ())
+        self._deliver(tensordict, (self._recall(situation, self._result, (tensordict, time_dim)),))
         return tensordict
 
     def _result(self, tensordict, time_dim):

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from . import specs
-from ._launch import not_remembered, remembered
+from ._replay import not_remembered, remembered
 from .ops import Choice, evaluate
 
 __all__ = [

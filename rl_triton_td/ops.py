@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from . import _cpu
-from ._launch import HEAD, launch, not_remembered, traced
+from ._launch import HEAD, launch
+from ._replay import not_remembered, traced
 from ._triton import runs_kernels
 from .adjoint import INPUTS, adjoint, differentiable, named
 from .specs import NEIGHBOUR, RECURRENCE, Spec

@@ -5,6 +5,7 @@ compilation. Tensors are on the meta device: shapes and strides are all that a p
 """
 
 import io
+import itertools
 import json
 import re
 from contextlib import redirect_stdout
@@ -14,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from rl_triton_td import _launch, _scan, adjoint, ops, specs
+from rl_triton_td._replay import Place
 
 CAPABILITY = 90
 
@@ -55,7 +57,20 @@ def compile_only(plan, sources, outputs, before, initial):
             num_warps=plan.tile.num_warps,
             grid=(1,),
         )
-    compiled.append((plan, kernel, assembled.setdefault(kernel.hash, report.getvalue())))
+    passed = None
+    if plan.alone and not plan.summarise:
+        places = itertools.count()
+        here, there, behind = (
+            tuple(Place(next(places)) if isinstance(x, torch.Tensor) else x for x in entries)
+            for entries in (sources, outputs, (initial,))
+        )
+        plan.compiled = kernel
+        *_, values, slots, meeting = plan.direct(here, there, *behind)
+        arguments = here, plan.strides, there, None, *behind, meeting and Place(-1), *plan.tail
+        kinds = [kind for kind, _ in _launch.parameters(kernel.src.signature.values(), arguments)]
+        passed = [{"*": "u64", "i64": "u64", "fp32": "f32", "i32": "u32"}.get(k if k[0] != "*" else "*") for k in kinds]
+        passed += [None if len(values) != 8 * (len(kinds) + 2) else "u64"] * 2
+    compiled.append((plan, kernel, assembled.setdefault(kernel.hash, report.getvalue()), passed))
 
 
 def install():
@@ -106,7 +121,7 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
         like=entry(),
         **given,
     )
-    for plan, kernel, report in compiled:
+    for plan, kernel, report, passed in compiled:
         tile = plan.tile
         yield {
             "variant": f"{spec.name} {rows}x{steps}" + " time-major" * (not time_contiguous) + " shifted" * shifted
@@ -117,6 +132,8 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
             "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
             "vector_loads": len(re.findall(r"ld\.global\S*\.v[24]", kernel.asm["ptx"])),
             "scalar_loads": len(re.findall(r"ld\.global(?!\S*\.v[24])", kernel.asm["ptx"])),
+            "passed": passed,
+            "parameters": re.findall(r"\.param \.(\w+)", re.search(r"\.entry[^(]*\(([^)]*)\)", kernel.asm["ptx"])[1]),
             "shuffles": kernel.asm["ptx"].count("shfl.sync"),
             "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
         }  # fmt: skip

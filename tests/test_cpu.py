@@ -178,8 +178,8 @@ def test_calls_from_several_threads():
     assert not failures
 
 
-def _child(queue):
-    queue.put(computed("gae", entries("gae", False))[0].sum().item())
+def _child(queue, given):
+    queue.put(computed("gae", given)[0].sum().item())
 
 
 @compiled
@@ -187,10 +187,11 @@ def _child(queue):
 def test_a_forked_process_starts_threads_of_its_own(monkeypatch):
     monkeypatch.setattr(_cpu, "SHARED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    wanted = computed("gae", entries("gae", False))[0].sum().item()
+    given = entries("gae", False)  # made here: PyTorch's own threads may hang in a forked process
+    wanted = computed("gae", given)[0].sum().item()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_child, args=(queue,), daemon=True)
+    child = context.Process(target=_child, args=(queue, given), daemon=True)
     child.start()
     assert queue.get(timeout=20) == wanted
     child.join()
@@ -229,7 +230,7 @@ def test_processes_share_what_they_compile(tmp_path):
 def evaluated(monkeypatch):
     """The names of the specs that are evaluated by more than a loop that was remembered."""
     names, evaluate = [], _cpu.evaluate
-    monkeypatch.setattr(F.generalized_advantage_estimate.memory, "calls", {})  # which is bounded
+    F.generalized_advantage_estimate.memory.forget()  # which is bounded
     monkeypatch.setattr(_cpu, "evaluate", lambda spec, *args: names.append(spec.name) or evaluate(spec, *args))
     return names
 
@@ -385,7 +386,7 @@ def test_loops_are_made_of_vectors(name, masked, tmp_path, monkeypatch):
     monkeypatch.setattr(_cpu, "_plans", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of what is loaded from disk there is no assembly
     if name == "gae":
-        monkeypatch.setattr(F.generalized_advantage_estimate.memory, "calls", {})
+        F.generalized_advantage_estimate.memory.forget()
     computed(name, entries(name, masked, T=40))
     (plan,) = _cpu._plans.values()
     assert re.search(r"\bv?mulps\b", "".join(plan.function.inspect_asm().values()))
@@ -437,7 +438,7 @@ def test_passes_over_pieces_change_no_bit(name, spoilt, monkeypatch):
     def found():
         monkeypatch.setattr(_cpu, "_plans", {})
         if hasattr(ESTIMATORS[name][0], "memory"):
-            monkeypatch.setattr(ESTIMATORS[name][0].memory, "calls", {})
+            ESTIMATORS[name][0].memory.forget()
         return computed(name, args)
 
     actual = found()

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_triton_td
-from rl_triton_td import _cpu, _launch, _triton, functional, ops
+from rl_triton_td import _cpu, _launch, _replay, _triton, functional, ops
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks are not installed
 
@@ -27,32 +27,32 @@ from benchmarks.suites import Shape  # noqa: E402
 N, T, AGENTS = 8, 16, 3
 WAYS = ("ours", "ours_out", "module", "module_out")
 WORK = {  # Python calls of each of WAYS, and how often the modules ask a tensordict for something
-    "gae": ((37, 53, 101, 99), (2, 0)),
-    "gae_bootstrap": ((36, 52, 100, 98), (2, 0)),
-    "gae_truncated": ((38, 54, 101, 99), (2, 0)),
-    "gae_masked": ((39, 55, 105, 103), (2, 0)),
-    "gae_per_step": ((38, 54, 101, 99), (2, 0)),
-    "gae_masked_cut": ((40, 56, 105, 103), (2, 0)),
-    "gae_of_agents": ((None, None, 101, 99), (2, 0)),
-    "td0": ((56, 61, 102, 100), (2, 0)),
-    "td0_advantage": ((58, 63),),
-    "td1": ((58, 63, 100, 98), (2, 0)),
-    "td1_advantage": ((59, 64),),
-    "td_lambda": ((61, 66, 101, 99), (2, 0)),
-    "td_lambda_advantage": ((62, 67),),
-    "td_lambda_terminal": ((60, 65),),
-    "reward2go": ((29, 35, 87, 86), (1, 0)),
-    "reward2go_truncated": ((33, 39, 89, 88), (1, 0)),
-    "vtrace": ((40, 56, 221, 219), (13, 11)),
-    "vtrace_bootstrap": ((39, 55, 220, 218), (13, 11)),
-    "vtrace_truncated": ((41, 57, 221, 219), (13, 11)),
-    "vtrace_masked": ((42, 58, 225, 223), (13, 11)),
-    "retrace": ((41, 57, 113, 111), (2, 0)),
-    "retrace_return": ((40, 46),),
-    "retrace_from_action_values": ((45,),),
-    "eligibility_trace": ((31, 37, 80, 79), (1, 0)),
-    "prefix_sum": ((29, 35, 84, 83), (1, 0)),
-    "linear_recurrence": ((29, 35),),
+    "gae": ((7, 7, 51, 47), (2, 0)),
+    "gae_bootstrap": ((7, 7, 51, 47), (2, 0)),
+    "gae_truncated": ((7, 7, 51, 47), (2, 0)),
+    "gae_masked": ((7, 7, 54, 50), (2, 0)),
+    "gae_per_step": ((7, 7, 51, 47), (2, 0)),
+    "gae_masked_cut": ((7, 7, 54, 50), (2, 0)),
+    "gae_of_agents": ((None, None, 51, 47), (2, 0)),
+    "td0": ((8, 8, 51, 47), (2, 0)),
+    "td0_advantage": ((8, 8),),
+    "td1": ((8, 8, 51, 47), (2, 0)),
+    "td1_advantage": ((8, 8),),
+    "td_lambda": ((8, 8, 51, 47), (2, 0)),
+    "td_lambda_advantage": ((8, 8),),
+    "td_lambda_terminal": ((8, 8),),
+    "reward2go": ((7, 7, 45, 43), (1, 0)),
+    "reward2go_truncated": ((7, 7, 45, 43), (1, 0)),
+    "vtrace": ((7, 7, 109, 105), (13, 11)),
+    "vtrace_bootstrap": ((7, 7, 109, 105), (13, 11)),
+    "vtrace_truncated": ((7, 7, 109, 105), (13, 11)),
+    "vtrace_masked": ((7, 7, 112, 108), (13, 11)),
+    "retrace": ((7, 7, 58, 54), (2, 0)),
+    "retrace_return": ((7, 7),),
+    "retrace_from_action_values": ((7,),),
+    "eligibility_trace": ((7, 7, 43, 41), (1, 0)),
+    "prefix_sum": ((7, 7, 51, 49), (1, 0)),
+    "linear_recurrence": ((7, 7),),
 }
 SLACK = 1.15  # of Python calls, which versions of Python and PyTorch make more or fewer of
 VIEWS = {f"aten.{name}.default" for name in ("view", "expand", "unsqueeze")}
@@ -75,11 +75,17 @@ COUNTED = {**ROWS, **{row.name: row for row in ROWS_MORE}}
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """What was remembered elsewhere, of a GPU that is only pretended or not."""
-    for function in vars(functional).values():
-        if memory := getattr(function, "memory", None):
-            monkeypatch.setattr(memory, "calls", {})
+def forgotten():
+    """What is remembered elsewhere, of a GPU that is only pretended or not."""
+
+    def forget():
+        for function in vars(functional).values():
+            if memory := getattr(function, "memory", None):
+                memory.forget()
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture
@@ -177,6 +183,7 @@ every_way = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.skipif(_replay._native() is None, reason="needs Triton and a C compiler")
 @every_way
 def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, questions):
     call, fresh = prepared(name, way)
@@ -190,7 +197,7 @@ def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, ques
     call(fresh())
     launched.clear()
 
-    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling
+    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
     written = call(fresh())
     if way.startswith("module"):
         written = tuple(written.get(key) for key in outputs)
@@ -209,7 +216,7 @@ def looped(monkeypatch):
     return seen
 
 
-@pytest.mark.skipif(not _triton.NUMBA, reason="needs numba")
+@pytest.mark.skipif(not _triton.NUMBA or _replay._native() is None, reason="needs numba and a C compiler")
 @every_way
 def test_a_call_on_a_cpu_is_one_loop_and_little_else(looped, name, way, ceiling, questions, monkeypatch):
     if name == "retrace_from_action_values":
@@ -221,7 +228,7 @@ def test_a_call_on_a_cpu_is_one_loop_and_little_else(looped, name, way, ceiling,
     made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
     operators(call, fresh()), call(fresh())  # a mode that watches is one more thing that a call depends on
     monkeypatch.setattr(_cpu, "evaluate", None)
-    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling
+    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
     looped.clear()
     written = call(fresh())
     if way.startswith("module"):

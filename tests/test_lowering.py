@@ -45,6 +45,12 @@ def test_rows_are_loaded_four_numbers_at_a_time(reports):
     assert len(dense) == 3 and all(r["vector_loads"] >= 3 for r in dense)  # reward, value, next value
 
 
+def test_a_direct_launch_passes_what_the_kernel_takes(reports):
+    launched = [r for r in reports if r["passed"]]
+    assert len(launched) > 100
+    assert not [r["variant"] for r in launched if r["passed"] != r["parameters"]]
+
+
 WORK = {  # of every launch: shuffles, loads of one number at a time, conversions of layout
     "gae 32768x8": [(4, 2, 0)],
     "gae 4096x128": [(12, 2, 0)],
