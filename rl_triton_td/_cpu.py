@@ -253,8 +253,8 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool, units=None)
     past_mask = "mask" in entries and not looked and not units
     staged = units is not None and spec.recurrences > 0
     maps, results = _trace(spec, *_symbols(spec))
-    roots = [*maps, *(results[k] for k, _ in wanted)]
-    exponentials = [node for node in _ordered(roots) if node.form == EXP] if staged else []
+    # what takes longest is kept for the epilogue
+    exponentials = [node for node in _ordered(maps) if node.form == EXP] if staged else []
     rooms = [*carries, *(f"held_{name}" for name in held), *(["follows"] if past_mask and spec.transition else [])]
 
     def place(name, t="t"):
@@ -378,19 +378,12 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool, units=None)
             emit(5, "for j in range(count - 1):", f"    put(beside_{name}, side + j + {to}, {moved})")
             emit(5, f"put(beside_{name}, side + {edge}, number(held_{name} + (n - begin) * 8))")
             emit(5, f"write(held_{name} + (n - begin) * 8, {numeric(name, own)})")
-        ready = {}
-        for k, node in enumerate(exponentials):  # which LLVM leaves to a function of scalars
-            each_step("    t = low_step + j")
-            step()
-            body(f"put(e{k}, side + j, {express(node.args[0])})")
-            each_step(f"    put(e{k}, side + j, {FORMS[EXP].format(f'get(e{k}, side + j)')})")
-            ready[node] = f"get(e{k}, side + j)"
-            texts.clear(), texts.update(ready)
         each_step("    t = low_step + j")
         step()
         for k in range(spec.recurrences):
             for part, root in zip("uw", maps[2 * k : 2 * k + 2], strict=True):
                 body(f"give({part}{k}, side + j, D({express(root)}))")
+        body(*(f"put(e{k}, side + j, {texts[node]})" for k, node in enumerate(exponentials)))
 
         def add_up(depth, k, rows, selected):
             sides = [f"(n + {r} - begin) * {STAGE + 1}" for r in rows]
@@ -417,7 +410,7 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool, units=None)
             emit(5, f"if not ({final} * 0.0 == 0.0):")
             add_up(6, k, range(1), True)
             emit(5, f"keep(carry{k} + (n - begin) * 8, {final})")
-        texts.clear(), texts.update(ready)
+        texts.clear(), texts.update((node, f"get(e{k}, side + j)") for k, node in enumerate(exponentials))
         emit(4, *each)
         each_step("    t = low_step + j")
         step()
@@ -567,12 +560,41 @@ def _language(double: bool) -> dict:
 
         return types.int64(), build
 
+    @intrinsic
+    def exp(context, x):
+        """In single precision, for LLVM leaves the library's to scalars: 2**n times a polynomial (Cephes)."""
+
+        def build(context, builder, signature, args):
+            lies, whole = context.get_data_type(kind), context.get_data_type(types.int32)
+            (x,), magic = args, lies(12582912.0)  # 1.5 * 2**23: a sum with it is rounded to a whole number
+
+            def multiply_add(x, y, z):
+                return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+            for relation, limit in (("<", lies(89.0)), (">", lies(-105.0))):
+                x = builder.select(builder.fcmp_ordered(relation, x, limit), x, limit)
+            rounded = multiply_add(x, lies(1.44269504), magic)
+            n = builder.fsub(rounded, magic)
+            for part in (-0.693359375, 2.12194440e-4):  # of the logarithm of 2
+                x = multiply_add(n, lies(part), x)
+            y = lies(1.9875691500e-4)
+            for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+                y = multiply_add(y, x, lies(c))
+            n = builder.sub(builder.bitcast(rounded, whole), builder.bitcast(magic, whole))
+            half = builder.ashr(n, whole(1))
+            for part in (half, builder.sub(n, half)):  # a power of two each, which alone may be none of the numbers
+                power = builder.shl(builder.add(part, whole(127)), whole(23))
+                y = builder.fmul(y, builder.bitcast(power, lies))
+            return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), args[0], y)
+
+        return kind(kind), build
+
     return {
         "F": kind,
         "D": types.float64,  # of what is carried: a sum over a million steps keeps its digits
         "NAN": math.nan,
         "INF": math.inf,
-        "exp": math.exp,
+        "exp": math.exp if double else exp,
         "number": reader(kind, kind),
         "integer": reader(types.int64, types.int64),
         "flag": reader(types.boolean, types.uint8),

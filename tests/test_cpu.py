@@ -1,5 +1,6 @@
 """The compiled CPU path, and the one in PyTorch that stands in for it without numba; the other tests run the former."""
 
+import math
 import multiprocessing
 import os
 import platform
@@ -223,6 +224,20 @@ def test_processes_share_what_they_compile(tmp_path):
     (tmp_path / "file").write_text("")
     alone = run(tmp_path / "file")
     assert alone.communicate()[0] == "0\n" and alone.returncode == 0
+
+
+@compiled
+def test_exponentials_are_right_to_the_last_digit():
+    import numba
+
+    namespace = dict(_cpu._language(False))
+    exec("def loop(x, y, n):\n    for j in range(n):\n        put(pointer(y), j, exp(get(pointer(x), j)))", namespace)
+    loop = numba.njit("void(int64, int64, int64)", error_model="numpy")(namespace["loop"])
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e30, -1e30, 88.722839, -103.9])
+    x = torch.cat((torch.linspace(-110, 95, 100_001), torch.linspace(-1e-3, 1e-3, 1001), special))
+    y = torch.empty_like(x)
+    loop(x.data_ptr(), y.data_ptr(), len(x))
+    torch.testing.assert_close(y, x.double().exp().float(), rtol=2e-7, atol=2e-45, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- remembered
