@@ -522,7 +522,10 @@ CONTENDERS = {
 
 
 def load_plugin(path: str) -> None:
-    """Add the contenders of a local file: ``CONTENDERS = {name: (row, entries) -> (call, fresh)}``."""
+    """Add the contenders of a local file: ``CONTENDERS = {name: (row, entries) -> (call, fresh)}``.
+
+    Those whose name starts with ``pufferlib`` are held to PufferLib's definition, as :func:`_pufferlib` has it.
+    """
     spec = importlib.util.spec_from_file_location("benchmarks_plugin", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -540,9 +543,11 @@ def results(row: Row, returned) -> tuple:
 def reference(row: Row, d: dict, module, contender: str) -> tuple:
     """The float64 outputs, ``None`` where the contender defines another."""
     d = {n: (x.cpu() if x.dtype in (torch.bool, torch.int64) else x.cpu().double()) for n, x in flat(d).items()}
-    if contender == "pufferlib":
-        d = {"behind": d["state_value"][:, -1], **{n: x[:, :-1] for n, x in d.items() if n != "behind"}}
-        return nnf.pad(module.gae(**row.arguments(d))[0], (0, 1)), None
+    if contender.startswith("pufferlib"):
+        value = d["state_value"]
+        d = {"behind": value[:, -1], **{n: x[:, :-1] for n, x in d.items() if n != "behind"}}
+        advantage = nnf.pad(module.gae(**row.arguments(d))[0], (0, 1))
+        return advantage, advantage + value
     expected = getattr(module, row.reference)(**row.arguments(d))
     expected = expected if isinstance(expected, tuple) else (expected,)
     skip = row.differs if contender == "rl_triton" else ()

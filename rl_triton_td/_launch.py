@@ -58,32 +58,41 @@ def tile_plan(
     """
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
     enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
+    light, room = step_bytes <= 10, _power_of_2(steps)
     if actions and time_contiguous:
-        block_t, stages = min(_power_of_2(steps), 64 if rows >= enough else 256 if steps <= 4096 else 512), 1
+        block_t, stages = min(room, 64 if rows >= enough else 256 if steps <= 4096 else 512), 1
         block_n = min(_power_of_2(rows), max(1, 32 // block_t))
         warps = block_n * block_t // 64
     elif actions:
-        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(_power_of_2(steps), 4), 4, 1
+        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(room, 4), 4, 1
+    elif (
+        time_contiguous
+        and not masked
+        and (256 if light else 512) < steps <= 4096
+        and (steps < (0.9 if light else 0.7) * room or light and steps > 2048)
+        and rows * max(1, room // 2048) >= 32 * multiprocessors
+    ):  # piece by piece: what would be left empty of a longer tile costs more than the turns of a loop
+        block_n, block_t, warps = max(1, 1024 // room), room // 8, max(1, room // 2048)
     elif time_contiguous:
         if steps > 4096:
             short = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
             block_t = 1024 if short else 2048 if steps <= 2**17 else 4096
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
-            block_t = min(_power_of_2(steps), 256 if masked and exclusive else 512 if crowded else 4096)
+            block_t = min(room, 256 if masked and exclusive else 512 if crowded else 4096)
         stages = 2 if masked else 3
         elements = 512 if masked else 1024
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
         dense = exclusive or masked or block_t <= 128 or few
-        warps = block_n * block_t // (128 if dense else 512 if step_bytes <= 10 and block_t > 512 else 256)
+        warps = block_n * block_t // (128 if dense else 512 if light and block_t > 512 else 256)
         warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
         block_n, block_t, warps, stages = next(
             choice
             for choice in (
-                (32 if step_bytes > CROWDED else 64, 4 if step_bytes <= 16 else 2, 1, 4),
+                (32 if step_bytes > CROWDED else 64, 4 if step_bytes <= 16 else 2, 1, 5 if light and steps > 64 else 4),
                 (16 if step_bytes <= 16 else 32, 8, 2 if exclusive else 1, 4),
                 (16, 16, 1, 3),
                 (8, 16, 1, 3),
@@ -91,7 +100,7 @@ def tile_plan(
             )
             if rows >= 3 * multiprocessors * choice[0] or choice[2] == 4
         )  # fmt: skip
-        block_n, block_t = min(_power_of_2(rows), block_n), min(_power_of_2(steps), block_t)
+        block_n, block_t = min(_power_of_2(rows), block_n), min(room, block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
     if chunks > 1 and programs < enough:

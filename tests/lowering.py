@@ -141,7 +141,7 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
 
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most
 SHAPES = [(4096, 128), (65536, 256), (8192, 16384), (64, 16384)]
-SHAPES_OF_HEAVY = [(32768, 8), (4096, 2048), (512, 4096), (1, 10**6)]
+SHAPES_OF_HEAVY = [(32768, 8), (8192, 2560), (4096, 2048), (512, 4096), (1, 10**6)]
 
 
 def variants():

@@ -41,6 +41,38 @@ def test_a_wrong_output_is_not_timed(monkeypatch):
     assert figures["note"].startswith("not timed") and figures["call_us"] is None
 
 
+PLUGIN = """
+import torch
+from benchmarks import registry
+
+def loop(row, d):
+    value, reward, done = (registry.flat(d)[name] for name in ("state_value", "reward", "done"))
+    reward, done = registry._before(reward), registry._before(done).float()
+
+    def call(_):
+        advantage = torch.zeros_like(value)
+        for t in range(value.shape[1] - 2, -1, -1):
+            goes_on = 1 - done[:, t + 1]
+            delta = reward[:, t + 1] + registry.GAMMA * goes_on * value[:, t + 1] - value[:, t]
+            advantage[:, t] = delta + registry.GAMMA * registry.LMBDA * goes_on * advantage[:, t + 1]
+        return advantage, advantage + value
+
+    return call, lambda: None
+
+CONTENDERS = {"pufferlib5": loop}
+"""
+
+
+def test_a_plugin_adds_a_contender(tmp_path, monkeypatch):
+    """One that defines GAE as PufferLib does: rewards and flags a step later, nothing behind the window."""
+    monkeypatch.setattr(registry, "CONTENDERS", dict(registry.CONTENDERS))
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    registry.load_plugin(str(tmp_path / "plugin.py"))
+    case = measure.Case(registry.ROWS["gae_bootstrap"], Shape(3, 17), "cpu")
+    figures = case.measure("pufferlib5", True, 10)
+    assert figures["note"] is None and figures["error"] < 1e-5 and figures["call_us"] > 0
+
+
 def test_bytes_are_those_of_the_declaration():
     row = registry.ROWS["gae"]
     assert registry.bytes_moved(row, registry.entries(row, 3, 5)) == 3 * 5 * 22
