@@ -305,4 +305,4 @@ def test_a_module_takes_little_longer_than_its_function():
     assert not any(f["note"] for f in figures.values()), figures
     ratio = figures["module_out"]["back_to_back_us"] / figures["ours_out"]["back_to_back_us"]
     print(f"ratio {ratio:.3f}")
-    assert ratio <= 1.8, f"{ratio:.3f} times the function"
+    assert ratio <= 2.3, f"{ratio:.3f} times the function"
