@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import _triton
 from ._launch import HEAD, _merge_rows, _pointers
-from ._replay import record
+from ._replay import Place, record
 from .adjoint import DECAYED, EXP, INPUTS, SELECT, NotDifferentiable, _named, _ordered, _trace
 from .specs import FLAGS, Spec
 
@@ -148,7 +148,6 @@ class _Loop:
     """
 
     repeatable = True
-    direct = staticmethod(lambda *_: None)
 
     def __init__(self, spec, shape, time_dim, strides, looked, behind, compute):
         first_hyper = INPUTS + len(spec.inputs)
@@ -193,14 +192,26 @@ class _Loop:
         pointers, outer, rows = self.present((*sources, initial, *outputs)), self.outer, self.rows
         threads = min(torch.get_num_threads(), max(outer, rows)) if self.work >= SHARED else 1
         if threads == 1:
-            return self.function(self.address, 0, outer, 0, rows, *pointers)
+            return self._call(0, outer, 0, rows, *pointers)
         edges = [max(outer, rows) * k // threads for k in range(threads + 1)]
         shares = [(a, b, 0, rows) if outer > rows else (0, outer, a, b) for a, b in zip(edges, edges[1:])]  # noqa: B905
-        others = [_pool(threads).submit(self.function, self.address, *share, *pointers) for share in shares[1:]]
+        others = [_pool(threads).submit(self._call, *share, *pointers) for share in shares[1:]]
         try:
-            self.function(self.address, *shares[0], *pointers)
+            self._call(*shares[0], *pointers)
         finally:
             _await(others)
+
+    def _call(self, *given):
+        given = array.array("q", (self.address, *given))
+        self.function.call(given.buffer_info()[0])
+
+    def direct(self, sources, outputs, initial):
+        """What ``_replay.c`` wants of a call in one thread, as :meth:`_launch._Launch.direct` has it for a launch."""
+        if self.work >= SHARED:
+            return None
+        given = self.address, 0, self.outer, 0, self.rows, *self.present((*sources, initial, *outputs))
+        slots = tuple((k, int(x)) for k, x in enumerate(given) if isinstance(x, Place))
+        return self.function.address, (0, 0, 0), 0, 0, array.array("q", given).tobytes(), slots, None
 
 
 def _units(strides, sides, made, steps):
@@ -275,12 +286,13 @@ def _source(spec: Spec, present, scalar, looked: bool, behind: bool, units=None)
     def nothing(name):
         return "False" if name in flags else "F(0.0)"
 
-    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}("]
-    lines[0] += f"layout, outer_low, outer_high, low, high, {', '.join(f'start_{name}' for name in entries)}):"
+    lines = [f"def {re.sub(r'[^a-zA-Z0-9_]', '_', spec.name)}(given):"]
 
     def emit(depth, *texts):
         lines.extend("    " * depth + text for text in texts)
 
+    given = ("layout", "outer_low", "outer_high", "low", "high", *(f"start_{name}" for name in entries))
+    emit(1, *(f"{name} = integer(given + {8 * k})" for k, name in enumerate(given)))
     emit(1, *(f"{name} = integer(layout + {8 * k})" for k, name in enumerate(("dims", "steps", "together"))))
     emit(1, "first = layout + 24 + 8 * dims")
     for k, name in enumerate(entries):
@@ -622,8 +634,9 @@ def _compiled(source: str, double: bool):
         namespace = dict(_language(double))
         exec(compile(source, file, "exec"), namespace)
         loop = namespace[source[4 : source.index("(")]]
-        signature = f"void({', '.join(['int64'] * loop.__code__.co_argcount)})"
-        return numba.njit(signature, nogil=True, error_model="numpy", cache=cache)(loop)
+        function = numba.cfunc("void(int64)", error_model="numpy", cache=cache)(loop)
+        function.call = function.ctypes  # which is made anew each time that it is asked for
+        return function
 
     try:
         return compiled(str(_kept(source, double)), True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _scan
-from ._replay import MEETING, Place, nothing_remembered, record
+from ._replay import MEETING, Place, driver, nothing_remembered, record
 from ._triton import tl, triton
 from .specs import Spec
 
@@ -326,7 +326,7 @@ class _Launch:
             what gives the place to meet at)``.
         """
         metadata = getattr(self.compiled, "metadata", None)
-        if metadata is None or TRITON not in LAUNCHED_ALIKE or torch.version.hip is not None:
+        if metadata is None or TRITON not in LAUNCHED_ALIKE or torch.version.hip is not None or not all(driver()):
             return None
         more = "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"
         if any(getattr(metadata, name, 1) for name in more) or metadata.num_ctas != 1:

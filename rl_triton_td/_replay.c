@@ -1,8 +1,8 @@
-/* Remembered calls, replayed: what Memory and _Replay of _launch.py do in Python, without Python's share of the time.
+/* Remembered calls, replayed: what Memory and _Replay of _replay.py do in Python, without Python's share of the time.
 
    recall() compares the arguments of a call with those of the calls that it is given, most recent first. Where all of
    them agree, it makes the outputs, launches the kernel (or calls the compiled loop) on the pointers and returns what
-   the call returned; it returns None, with nothing done, where the call is not known. */
+   the call returned. It returns None, with nothing done, where the call is not known. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,6 +15,7 @@ typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, un
                             unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **parameters,
                             void **extra);
 typedef int (*ErrorString)(int status, const char **text);
+typedef void (*Loop)(int64_t given);
 
 /* ------------------------------------------------------------------------------------------- what setup() is given */
 static PyObject *tensor_type, *data_ptr, *grad_enabled, *increment_version, *current_device, *current_stream;
@@ -149,13 +150,15 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *unused) 
         if (tensor < 0)
             goto error;
         if (tensor) {
-            if (self->tensors + self->made >= TENSORS)
+            if (self->tensors == TENSORS)
                 goto too_many;
             tensors[self->tensors++] = (uintptr_t)x;
         }
         self->entries[i] = tensor ? NULL : Py_XNewRef(x);
         self->count = i + 1;
     }
+    if (self->tensors + self->made > TENSORS)
+        goto too_many;
     firsts(self->same, tensors, self->tensors);
     if (PyTuple_GET_SIZE(aliases) != self->tensors) {
         PyErr_SetString(PyExc_ValueError, "one alias for each tensor among the arguments");
@@ -241,9 +244,9 @@ static int followed(void) {
 
 /* Tensors and their pointers while a call is played: those given, those made, and where segments meet. */
 typedef struct {
-    PyObject *tensors[TENSORS]; /* the first `given` are borrowed */
-    PyObject *numbers[TENSORS]; /* their pointers as Python has them */
-    uintptr_t pointers[TENSORS];
+    PyObject *tensors[TENSORS + 1]; /* the first `given` are borrowed */
+    PyObject *numbers[TENSORS + 1]; /* their pointers as Python has them */
+    uintptr_t pointers[TENSORS + 1];
     Py_ssize_t count, given;
 } Known;
 
@@ -357,18 +360,22 @@ static int run(Call *call, const Known *known) {
     return result ? 1 : -1;
 }
 
+/* On a GPU the kernel, on a CPU the compiled loop in this thread; 0 where that is not possible here. */
 static int launch(Call *call, Known *known) {
     uint64_t values[PARAMETERS];
-    void *parameters[PARAMETERS];
+    void *parameters[PARAMETERS], *stream = NULL;
+    int status = 0, on_gpu = call->device != Py_None;
     if (call->meeting != Py_None && !add_made(known, PyObject_CallNoArgs(call->meeting)))
         return -1;
-    PyObject *number = PyObject_CallOneArg(current_stream, call->device);
-    if (!number)
-        return -1;
-    void *stream = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(number);
-    Py_DECREF(number);
-    if (PyErr_Occurred())
-        return -1;
+    if (on_gpu) {
+        PyObject *number = PyObject_CallOneArg(current_stream, call->device);
+        if (!number)
+            return -1;
+        stream = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(number);
+        Py_DECREF(number);
+        if (PyErr_Occurred())
+            return -1;
+    }
     memcpy(values, call->values, (size_t)call->parameters * sizeof *values);
     for (int i = 0; i < call->slots; i++) {
         int place = call->slot[i].place;
@@ -376,10 +383,12 @@ static int launch(Call *call, Known *known) {
     }
     for (int i = 0; i < call->parameters; i++)
         parameters[i] = &values[i];
-    int status;
     Py_BEGIN_ALLOW_THREADS
-    status = launch_kernel(call->function, call->grid[0], call->grid[1], call->grid[2], call->threads, 1, 1,
-                           call->shared, stream, parameters, NULL);
+    if (on_gpu)
+        status = launch_kernel(call->function, call->grid[0], call->grid[1], call->grid[2], call->threads, 1, 1,
+                               call->shared, stream, parameters, NULL);
+    else
+        ((Loop)(uintptr_t)call->function)((int64_t)(intptr_t)values);
     Py_END_ALLOW_THREADS
     if (status == NO_CONTEXT) /* a new thread, which Triton's own way gives one */
         return 0;

@@ -162,7 +162,7 @@ def _native():
 
 
 @functools.cache
-def _driver() -> tuple[int, int]:
+def driver() -> tuple[int, int]:
     """Addresses of the driver's functions that launch a kernel and name an error; 0 where there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1" if torch.version.cuda else "")
@@ -186,7 +186,7 @@ def connect(native) -> None:
             (torch._C._len_torch_dispatch_stack, 0),
         ),
         ((forward_ad, "_current_level", -1), (_recording, "launches", None)),
-        *_driver(),
+        *driver(),
     )
 
 
@@ -316,7 +316,7 @@ class _Replay:
             self.results,
             self.single,
             (self.plan.run, self.places[0][:-1], self.places[1], self.places[0][-1], tuple(self.constants), self.kept),
-            self.plan.direct(tuple(sources), tuple(written), initial) if any(_driver()) else None,
+            self.plan.direct(tuple(sources), tuple(written), initial),
         )
         try:
             return native.Call(*arguments)

@@ -205,7 +205,7 @@ one = torch.ones(2, 3, 1)
 advantage, _ = functional.generalized_advantage_estimate(0.5, 1.0, 0 * one, 0 * one, one, one.bool() & False)
 assert advantage[0, :, 0].tolist() == [1.75, 1.5, 1.0], advantage
 (plan,) = _cpu._plans.values()
-print(sum(plan.function.stats.cache_hits.values()))
+print(plan.function.cache_hits)
 """
 
 
@@ -404,7 +404,7 @@ def test_loops_are_made_of_vectors(name, masked, tmp_path, monkeypatch):
         F.generalized_advantage_estimate.memory.forget()
     computed(name, entries(name, masked, T=40))
     (plan,) = _cpu._plans.values()
-    assert re.search(r"\bv?mulps\b", "".join(plan.function.inspect_asm().values()))
+    assert re.search(r"\bv?mulps\b", plan.function._library.get_asm_str())
 
 
 @compiled

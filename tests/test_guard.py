@@ -4,6 +4,7 @@ Work is counted on a CPU, and where a GPU is only pretended: a call goes the way
 launch.
 """
 
+import ctypes
 import sys
 from collections import Counter
 from functools import partial
@@ -74,15 +75,15 @@ ROWS_MORE = (
 COUNTED = {**ROWS, **{row.name: row for row in ROWS_MORE}}
 
 
+def forget():
+    for function in vars(functional).values():
+        if memory := getattr(function, "memory", None):
+            memory.forget()
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """What is remembered elsewhere, of a GPU that is only pretended or not."""
-
-    def forget():
-        for function in vars(functional).values():
-            if memory := getattr(function, "memory", None):
-                memory.forget()
-
     forget()
     yield
     forget()
@@ -208,33 +209,49 @@ def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, ques
     assert operators(call, fresh()) == made
 
 
-@pytest.fixture
-def looped(monkeypatch):
-    """The outputs of every compiled loop that is run, as pointers."""
-    seen, run = [], _cpu._Loop.run
-    monkeypatch.setattr(_cpu._Loop, "run", lambda plan, *args: run(plan, *args) or seen.append(args[1]))
+def watched(monkeypatch):
+    """What every compiled loop is given, as numbers."""
+    seen, kept, direct = [], [], _cpu._Loop.direct
+
+    def watching(plan, *places):
+        address, *rest, values, slots, meeting = direct(plan, *places)
+        loop = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+        def run(given):
+            seen.append(list((ctypes.c_int64 * (len(values) // 8)).from_address(given)))
+            loop(address)(given)
+
+        kept.append(loop(run))
+        return ctypes.cast(kept[-1], ctypes.c_void_p).value, *rest, values, slots, meeting
+
+    monkeypatch.setattr(_cpu._Loop, "direct", watching)
     return seen
 
 
 @pytest.mark.skipif(not _triton.NUMBA or _replay._native() is None, reason="needs numba and a C compiler")
 @every_way
-def test_a_call_on_a_cpu_is_one_loop_and_little_else(looped, name, way, ceiling, questions, monkeypatch):
+def test_a_call_on_a_cpu_is_one_loop_and_little_else(name, way, ceiling, questions, monkeypatch):
     if name == "retrace_from_action_values":
         pytest.skip("the taken action's values are gathered first")
-    call, fresh = prepared(name, way)
     outputs = COUNTED[name].outputs
     if way.startswith("module") and name.startswith("td"):
         outputs = ("advantage", "value_target")
     made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+    call, fresh = prepared(name, way)
+    call(fresh()), call(fresh())
+    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
+
+    forget()
+    looped = watched(monkeypatch)
+    call, fresh = prepared(name, way)
     operators(call, fresh()), call(fresh())  # a mode that watches is one more thing that a call depends on
     monkeypatch.setattr(_cpu, "evaluate", None)
-    assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
     looped.clear()
     written = call(fresh())
     if way.startswith("module"):
         written = tuple(written.get(key) for key in outputs)
     written = written if isinstance(written, tuple) else (written,)
-    assert len(looped) == 1 and {x.data_ptr() for x in written} == set(looped[0]) - {None}
+    assert len(looped) == 1 and {x.data_ptr() for x in written} == {*looped[0][-len(written) :]}
     answers = asked(call, fresh())
     assert answers.total() <= questions, answers
     assert operators(call, fresh()) == made
