@@ -120,7 +120,8 @@ def _called(forward):
 
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
-        inner = forward if args and isinstance(args[0], TensorDictBase) else dispatched
+        first = args[0] if args else None
+        inner = forward if type(first) is TensorDict or isinstance(first, TensorDictBase) else dispatched
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.differentiable)  # a context manager takes as long as a launch
         try:
@@ -316,8 +317,9 @@ class Estimator(ValueEstimatorBase):
     def _deliver(self, tensordict, results):
         """Write those of ``results`` that are selected."""
         selected = self.__dict__.get("_out_keys_apparent")
+        there = tensordict._tensordict if type(tensordict) is TensorDict else {}
         for key, result in zip(self._all_out_keys(), results, strict=True):
-            if not selected or key in selected:
+            if there.get(key) is not result and (not selected or key in selected):
                 _write(tensordict, key, result)
 
     def _results(self, tensordict, params, target_params, time_dim, beside):
