@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _scan
-from ._replay import MEETING, Place, driver, nothing_remembered, record
+from ._replay import MEETING, Place, driver, not_remembered, nothing_remembered, record
 from ._triton import tl, triton
 from .specs import Spec
 
@@ -181,6 +181,7 @@ class _Launch:
         summarise,
         twins,
         meets,
+        tile,
     ):
         self.spec, self.device, self.summarise = spec, device, summarise
         wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
@@ -198,7 +199,7 @@ class _Launch:
         policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
         step_bytes = sum(x.element_size() for x in tensors)
-        self.tile = _forced_tile or tile_plan(
+        self.tile = tile or tile_plan(
             self.rows,
             steps,
             time_contiguous,
@@ -446,6 +447,7 @@ def launch(
     kinds=None,
     summarise=False,
     meets=True,
+    tile=None,
 ):
     """Run ``spec``.
 
@@ -461,7 +463,9 @@ def launch(
         kinds: of the inputs, as the kernel's ``load`` has them; by default numbers and flags.
         summarise: write what each segment does to what enters it, ``(u, w)`` of ``[rows, segments]``.
         meets: whether segments may meet, in memory that outlives the call.
+        tile: what to take instead of the :func:`tile_plan`.
     """
+    tile = tile or _forced_tile
     initial = None if initial is None else initial.reshape(-1).contiguous()
     layout = tuple(
         (x.dtype, x.stride(), x.shape[-1:], x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x is None
@@ -471,13 +475,13 @@ def launch(
     kinds = spec.flags if kinds is None else kinds
     shifts, others = _reads(spec)
     twins = tuple(next((k for k in others if sources[k] is sources[i]), i) for i in shifts)
-    key = (spec, time_dim, shape, layout, twins, masked, behind, kinds, dtype, summarise, device, meets, _forced_tile)
+    key = (spec, time_dim, shape, layout, twins, masked, behind, kinds, dtype, summarise, device, meets, tile)
     plan = _launches.get(key)
     if plan is None:
         try:
             plan = _Launch(
                 spec, shape, time_dim, sources, outputs, masked, behind, kinds, dtype, device, summarise,
-                dict(zip(shifts, twins, strict=True)), meets,
+                dict(zip(shifts, twins, strict=True)), meets, tile,
             )  # fmt: skip
         except _TooManyRowDimensions:
             return _launch_slices(
@@ -495,6 +499,8 @@ def launch(
 
 def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behind, dtype, kinds):
     record(plan, sources, outputs, initial)
+    if _forced_tile is not None:  # by whatever thread
+        not_remembered()
     spec = plan.spec
     if plan.alone:
         return plan(sources, outputs, None, initial)
@@ -502,11 +508,10 @@ def _run(plan: _Launch, shape, time_dim, sources, outputs, initial, masked, behi
     summary = tuple(
         torch.empty((plan.rows, plan.segments), dtype=dtype, device=plan.device) for _ in range(2 * spec.recurrences)
     )
-    with force_tile(plan.tile):
-        launch(
-            spec, shape, time_dim, sources, summary, initial=None, masked=masked, behind=behind, dtype=dtype,
-            kinds=kinds, summarise=True,
-        )  # fmt: skip
+    launch(
+        spec, shape, time_dim, sources, summary, initial=None, masked=masked, behind=behind, dtype=dtype, kinds=kinds,
+        summarise=True, tile=plan.tile,
+    )  # fmt: skip
     plan(sources, outputs, summary, initial)
 
 

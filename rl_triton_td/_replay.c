@@ -19,6 +19,7 @@ typedef void (*Loop)(int64_t given);
 
 /* ------------------------------------------------------------------------------------------- what setup() is given */
 static PyObject *tensor_type, *data_ptr, *grad_enabled, *increment_version, *current_device, *current_stream;
+static PyObject *is_nested; /* the name */
 static PyObject *silent;  /* ((function, result), ...): without these results, something follows the call */
 static PyObject *unset;   /* ((object, attribute, value), ...): likewise */
 static LaunchKernel launch_kernel;
@@ -31,6 +32,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
                           &error))
         return NULL;
     Py_INCREF(args); /* the module keeps them all */
+    if (!is_nested && !(is_nested = PyUnicode_InternFromString("is_nested")))
+        return NULL;
     launch_kernel = (LaunchKernel)(uintptr_t)launch;
     error_string = (ErrorString)(uintptr_t)error;
     Py_RETURN_NONE;
@@ -38,8 +41,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
 
 /* ------------------------------------------------------------------------------------------------------- arguments */
 typedef struct {
-    PyObject *entries[ENTRIES]; /* borrowed; NULL for a sequence, whose entries follow */
-    Py_ssize_t sizes[ENTRIES];  /* of a sequence, -1 for anything else */
+    PyObject *entries[ENTRIES]; /* borrowed; NULL for a tuple, whose entries follow */
+    Py_ssize_t sizes[ENTRIES];  /* of a tuple, -1 for anything else */
     Py_ssize_t count;
 } Arguments;
 
@@ -52,19 +55,17 @@ static int append(Arguments *to, PyObject *x, Py_ssize_t size) {
 }
 
 static int append_given(Arguments *to, PyObject *x) {
-    int list = PyList_CheckExact(x);
-    if (!list && !PyTuple_CheckExact(x))
+    if (!PyTuple_CheckExact(x)) /* of a list another thread might drop the entries */
         return append(to, x, -1);
-    Py_ssize_t size = list ? PyList_GET_SIZE(x) : PyTuple_GET_SIZE(x);
-    if (!append(to, NULL, size))
+    if (!append(to, NULL, PyTuple_GET_SIZE(x)))
         return 0;
-    for (Py_ssize_t i = 0; i < size; i++)
-        if (!append(to, list ? PyList_GET_ITEM(x, i) : PyTuple_GET_ITEM(x, i), -1))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); i++)
+        if (!append(to, PyTuple_GET_ITEM(x, i), -1))
             return 0;
     return 1;
 }
 
-/* Positional and named arguments, with what tuples and lists hold; 0 where those are too many. */
+/* Positional and named arguments, with what tuples hold; 0 where those are too many. */
 static int flatten(Arguments *to, PyObject *args, PyObject *kwargs) {
     to->count = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
@@ -97,7 +98,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *owned;               /* what the pointers below lead to, but for the entries */
     Py_ssize_t count;              /* of arguments */
-    PyObject *entries[ENTRIES];    /* a constant, or NULL for a tensor and for a sequence */
+    PyObject *entries[ENTRIES];    /* a constant, or NULL for a tensor and for a tuple */
     Py_ssize_t sizes[ENTRIES];
     Py_ssize_t tensors;
     uint8_t same[TENSORS], at[TENSORS]; /* the first tensor that is this one, that starts where this one does */
@@ -110,7 +111,7 @@ typedef struct {
     PyObject *run, *sources, *outputs, *constants; /* where a launch is Python's: places of pointers, then constants */
     Py_ssize_t initial;
     void *function;
-    unsigned grid[3], threads, shared;
+    unsigned grid[3], threads, shared; /* no threads: the function is a loop on a CPU */
     PyObject *meeting;             /* a function that gives the tensor of place -1, or None */
     int parameters, slots;
     uint64_t values[PARAMETERS];
@@ -169,7 +170,8 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *unused) 
 
     if (direct == Py_None) {
         if (!PyArg_ParseTuple(python, "OO!O!nO!O", &self->run, &PyTuple_Type, &self->sources, &PyTuple_Type,
-                              &self->outputs, &self->initial, &PyTuple_Type, &self->constants, &kept))
+                              &self->outputs, &self->initial, &PyTuple_Type, &self->constants, &kept) ||
+            PyErr_Occurred())
             goto error;
         return (PyObject *)self;
     }
@@ -209,15 +211,18 @@ static PyTypeObject CallType = {
 };
 
 /* --------------------------------------------------------------------------------------------------------- comparing */
+/* -1 with an error, as below. */
 static int equal(PyObject *x, PyObject *y) {
     if (x == y)
         return 1;
     if (Py_TYPE(x) != Py_TYPE(y))
         return 0;
     int same = PyObject_RichCompareBool(x, y, Py_EQ);
-    if (same < 0)
+    if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception)) { /* an interrupt is none */
         PyErr_Clear();
-    return same == 1;
+        return 0;
+    }
+    return same;
 }
 
 /* Whether something follows what is done with tensors, or must see it; -1 with an error. */
@@ -244,36 +249,39 @@ static int followed(void) {
 
 /* Tensors and their pointers while a call is played: those given, those made, and where segments meet. */
 typedef struct {
-    PyObject *tensors[TENSORS + 1]; /* the first `given` are borrowed */
+    PyObject *tensors[TENSORS + 1];
     PyObject *numbers[TENSORS + 1]; /* their pointers as Python has them */
     uintptr_t pointers[TENSORS + 1];
-    Py_ssize_t count, given;
+    Py_ssize_t count;
 } Known;
 
+/* Takes the reference to a tensor, or passes on the error where there is none. */
 static int add(Known *known, PyObject *tensor) {
-    PyObject *number = PyObject_CallOneArg(data_ptr, tensor);
-    if (!number)
+    PyObject *number = tensor ? PyObject_CallOneArg(data_ptr, tensor) : NULL;
+    uintptr_t pointer = number ? (uintptr_t)PyLong_AsUnsignedLongLongMask(number) : 0;
+    if (!number || (pointer == (uintptr_t)-1 && PyErr_Occurred())) {
+        Py_XDECREF(number);
+        Py_XDECREF(tensor);
         return 0;
+    }
     known->tensors[known->count] = tensor;
     known->numbers[known->count] = number;
-    known->pointers[known->count++] = (uintptr_t)PyLong_AsUnsignedLongLongMask(number);
+    known->pointers[known->count++] = pointer;
     return 1;
-}
-
-/* A tensor of our own, or NULL with an error. */
-static int add_made(Known *known, PyObject *tensor) {
-    if (tensor && add(known, tensor))
-        return 1;
-    Py_XDECREF(tensor);
-    return 0;
 }
 
 static void forget(Known *known) {
     for (Py_ssize_t i = 0; i < known->count; i++) {
         Py_DECREF(known->numbers[i]);
-        if (i >= known->given)
-            Py_DECREF(known->tensors[i]);
+        Py_DECREF(known->tensors[i]);
     }
+}
+
+/* Whether a tensor is a nested one, on which guards end the process; -1 with an error. */
+static int nested(PyObject *tensor) {
+    PyObject *is = PyObject_GetAttr(tensor, is_nested);
+    Py_XDECREF(is); /* a bool lives on */
+    return is ? is != Py_False : -1;
 }
 
 /* Whether `call` is that of the arguments; -1 with an error. */
@@ -287,18 +295,25 @@ static int fits(Call *call, const Arguments *flat, Known *known) {
     for (Py_ssize_t i = 0; i < flat->count; i++) {
         if (call->sizes[i] >= 0)
             continue;
-        if (!call->entries[i])
+        if (!call->entries[i]) {
             tensors[count++] = flat->entries[i];
-        else if (!equal(call->entries[i], flat->entries[i]))
-            return 0;
+            continue;
+        }
+        int same = equal(call->entries[i], flat->entries[i]);
+        if (same < 1)
+            return same;
     }
     for (Py_ssize_t i = 0; i < count; i++)
         ids[i] = (uintptr_t)tensors[i];
     firsts(first, ids, count);
     if (memcmp(first, call->same, (size_t)count))
         return 0;
-    for (Py_ssize_t i = 0; i < count; i++)
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int no = PyObject_TypeCheck(tensors[i], (PyTypeObject *)tensor_type) ? nested(tensors[i]) : 1;
+        if (no)
+            return no < 0 ? -1 : 0;
         unique += first[i] == i;
+    }
     PyObject *guarded = PyTuple_New(unique);
     if (!guarded)
         return -1;
@@ -314,13 +329,12 @@ static int fits(Call *call, const Arguments *flat, Known *known) {
     Py_DECREF(fit);
     uintptr_t all = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (!add(known, tensors[i]))
+        if (!add(known, Py_NewRef(tensors[i])))
             return -1;
         if (!known->pointers[i])
             return 0;
         all |= known->pointers[i];
     }
-    known->given = count;
     if (all & (call->alignment - 1))
         return 0;
     firsts(first, known->pointers, count);
@@ -364,8 +378,8 @@ static int run(Call *call, const Known *known) {
 static int launch(Call *call, Known *known) {
     uint64_t values[PARAMETERS];
     void *parameters[PARAMETERS], *stream = NULL;
-    int status = 0, on_gpu = call->device != Py_None;
-    if (call->meeting != Py_None && !add_made(known, PyObject_CallNoArgs(call->meeting)))
+    int status = 0, on_gpu = call->threads > 0;
+    if (call->meeting != Py_None && !add(known, PyObject_CallNoArgs(call->meeting)))
         return -1;
     if (on_gpu) {
         PyObject *number = PyObject_CallOneArg(current_stream, call->device);
@@ -406,7 +420,7 @@ static PyObject *play(Call *call, Known *known) {
         PyObject *recipe = PyTuple_GET_ITEM(call->making, i);
         PyObject **entries = ((PyTupleObject *)recipe)->ob_item;
         size_t count = (size_t)PyTuple_GET_SIZE(recipe) - 1;
-        if (!add_made(known, PyObject_Vectorcall(entries[0], entries + 1, count, NULL)))
+        if (!add(known, PyObject_Vectorcall(entries[0], entries + 1, count, NULL)))
             return NULL;
     }
     int done = call->run ? run(call, known) : launch(call, known);
@@ -458,7 +472,7 @@ static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count)
         Call *call = (Call *)PyList_GET_ITEM(calls, i);
         if (call->grad != grad)
             continue;
-        Known known = {.count = 0, .given = TENSORS};
+        Known known = {.count = 0};
         Py_INCREF(call); /* another thread may drop it */
         int fit = fits(call, &flat, &known);
         PyObject *result = NULL;

@@ -30,12 +30,13 @@ class Place(int):
 
 
 class _Recording(threading.local):
-    launches: list | None = None  # of the call that is watched
+    launches: list | tuple | None = None  # of the call that is watched; a tuple where nothing is remembered
 
 
 _recording = _Recording()
 _TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 _TENSOR = object()  # stands for a tensor among the constants of a call
+_UNTRIED = object()
 _PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
@@ -62,7 +63,7 @@ class nothing_remembered:
     def __enter__(self):
         self.outer = _recording.launches
         if self.outer is None:
-            _recording.launches = []
+            _recording.launches = ()
 
     def __exit__(self, *_):
         _recording.launches = self.outer
@@ -78,6 +79,7 @@ class Memory:
     def __init__(self):
         self.calls: dict[tuple, list[_Replay]] = {}
         self.replays: list = []  # of ``_replay.c``, most recent first
+        self.turned_away = 0  # while they are many
         self.recall = _unknown
 
     def __reduce__(self):  # a copy, or one from a file, starts afresh
@@ -94,10 +96,10 @@ class Memory:
         result of a call that is known, and ``None`` for any other. It asks whether :func:`remembers`, but for
         ``torch.compiler.is_compiling()``.
         """
-        if not tensors or isinstance(tensors[-1], FakeTensor):
+        if not tensors or isinstance(tensors[0], FakeTensor) or any([x.is_nested for x in tensors]):
             return function(*args, **kwargs)
-        on_gpu = tensors[-1].is_cuda
-        if not (on_gpu or _triton.NUMBA and tensors[-1].is_cpu):
+        on_gpu = tensors[0].is_cuda
+        if len({x.device for x in tensors}) > 1 or not (on_gpu or _triton.NUMBA and tensors[0].is_cpu):
             return function(*args, **kwargs)
         pointers = list(map(Tensor.data_ptr, tensors))
         if 0 in pointers or on_gpu and functools.reduce(operator.or_, pointers) & 15:  # which guards do not see
@@ -114,7 +116,7 @@ class Memory:
             return function(*args, **kwargs)
         for replay in replays:
             if replay.fits(*guarded):
-                self._keep(replay.call)
+                self._keep(replay, given, 16 if on_gpu else 1)
                 return replay(tensors, pointers)
         _recording.launches = launches = []
         try:
@@ -128,15 +130,24 @@ class Memory:
                     self.calls.clear()
                 self.calls[key] = replays = []
             replays.insert(0, replay)
-            replay.call = replay.native(given, 16 if on_gpu else 1)
-            self._keep(replay.call)
         return result
 
-    def _keep(self, call) -> None:
-        if call is not None and call not in self.replays:
-            self.replays.insert(0, call)
-            del self.replays[32:]  # each of which may have to be looked at
-            self.recall = functools.partial(_native().recall, self.replays)
+    def _keep(self, replay, given, alignment) -> None:
+        """What came a second time is recalled from now on, among as few as are quickly looked through."""
+        full = len(self.replays) >= 32
+        if full:
+            self.turned_away += 1
+            if self.turned_away < 1024:
+                return
+        if replay.call is _UNTRIED:
+            replay.call = replay.native(given, alignment)
+        if replay.call is None or replay.call in self.replays:
+            return
+        if full:
+            self.replays.clear()
+        self.turned_away = 0
+        self.replays.insert(0, replay.call)
+        self.recall = functools.partial(_native().recall, self.replays)
 
 
 def _unknown(args, kwargs):
@@ -153,11 +164,11 @@ def _native():
         from triton.runtime.build import compile_module_from_src
 
         native = compile_module_from_src(source.read_text(), "rl_triton_td_replay")
+        connect(native)
     except Exception as error:  # no compiler, no header files of Python, no room for the cache
         if torch.cuda.is_initialized():
             warnings.warn(f"{source.name} is not compiled, and every call takes longer: {error!r}", stacklevel=2)
         return None
-    connect(native)
     return native
 
 
@@ -224,13 +235,13 @@ def remembered(function):
 
 def record(plan, sources, outputs, initial, kept=None) -> None:
     """``plan`` is launched on these tensors and numbers; ``kept`` is the memory of addresses among them."""
-    if (launches := _recording.launches) is not None:
+    if type(launches := _recording.launches) is list:
         launches.append((plan, sources, outputs, initial, kept))
 
 
 def not_remembered() -> None:
     """What is being done is more than a launch: the call that it is part of is not remembered."""
-    if (launches := _recording.launches) is not None:
+    if type(launches := _recording.launches) is list:
         launches += (None, None)
 
 
@@ -253,7 +264,7 @@ class _Replay:
         if not plan.repeatable:
             return None
         self, known = cls(), len(pointers)
-        self.plan, self.kept, self.likes, self.made = plan, kept, [], []
+        self.plan, self.kept, self.likes, self.made, self.call = plan, kept, [], [], _UNTRIED
         places, written = [], []
         for x in outputs:
             place = next((i for i, given in enumerate(tensors) if given is x), None)
@@ -262,7 +273,7 @@ class _Replay:
                 if like is None:
                     return None
                 self.likes.append(like)
-                self.made.append((x.device.type, tuple(x.shape), x.stride(), x.dtype))
+                self.made.append((type(x), x.device.type, tuple(x.shape), x.stride(), x.dtype))
             written.append(place)
         self.constants = [x for x in sources if not isinstance(x, Tensor)] + [None]
         numbers = itertools.count(known + len(self.likes))
@@ -282,7 +293,7 @@ class _Replay:
         self.results, self.single = tuple(returned), not isinstance(result, tuple)
         self.overwritten = tuple(i for i in written if i is not None and i < known and not tensors[i].is_inference())
         self.aliases = tuple(map(pointers.index, pointers))
-        self.device = tensors[-1].device.index
+        self.device = tensors[0].device.index
         self.fits = guards.TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         (*self.sources, self.initial), self.written = self.places
         self.sources, self.written = _several(self.sources), _several(self.written)
@@ -298,8 +309,8 @@ class _Replay:
         return self.returned([*tensors, *made])
 
     def native(self, given, alignment):
-        """The same in ``_replay.c`` for calls like the one that was ``given``; ``None`` where that is not there."""
-        if (native := _native()) is None:
+        """The same in ``_replay.c`` for calls like the one that was ``given``; ``None`` where that cannot be."""
+        if (native := _native()) is None or any(kind is not Tensor for kind, *_ in self.made):
             return None
         known = len(self.aliases) + len(self.made)
         at = [*map(Place, range(known)), *self.constants]
@@ -311,7 +322,7 @@ class _Replay:
             self.device,
             alignment,
             self.aliases,
-            tuple((getattr(guards, f"_empty_strided_{kind}"), *layout) for kind, *layout in self.made),
+            tuple((getattr(guards, f"_empty_strided_{device}"), *layout) for _, device, *layout in self.made),
             self.overwritten,
             self.results,
             self.single,

@@ -372,7 +372,7 @@ class Estimator(ValueEstimatorBase):
         entries = [*map(tensordict._tensordict.get, recalled.here), *map(after._tensordict.get, recalled.there)]
         entries += [read(tensordict, key) for read, key in recalled.below]
         names = tuple(tensordict.names) if tensordict._has_names() else None
-        return time_dim, len(tensordict.batch_size), names, [*entries, *beside, *self._buffers.values()]
+        return time_dim, len(tensordict.batch_size), names, (*entries, *beside, *self._buffers.values())
 
     def _recall(self, situation, function, arguments):
         """``function(*arguments)``, or what is remembered of it in this situation."""

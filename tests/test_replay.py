@@ -157,7 +157,8 @@ def test_what_follows_or_watches_a_call_is_left_to_python():
     x = torch.zeros(3, 5, 1)
     args = (0.9, 0.8, x, x, x, x.bool(), x.bool())
     memory = F.generalized_advantage_estimate.memory
-    F.generalized_advantage_estimate(*args)
+    for _ in range(2):
+        F.generalized_advantage_estimate(*args)
     if not memory.replays:
         pytest.skip("nothing is remembered without numba")
     assert memory.recall(args, {}) is not None
@@ -222,6 +223,66 @@ def test_the_last_one_comes_first(driver):
     assert calls == [third, second, first]
 
 
+def test_tensors_live_as_long_as_their_launch(driver, monkeypatch):
+    """A caller's list may lose its entries to another thread while the kernel is launched."""
+    driver.count, out = 0, [torch.empty(4), torch.empty(4)]
+    assert native.recall([replay(out, returned=(0, 1))], (out,), {"gamma": 0.5}) is None  # no list is looked into
+    assert native.recall([replay(out, returned=(0, 1))], tuple(out), {"gamma": 0.5}) == tuple(out)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_a_nested_tensor_is_no_known_one(driver):
+    driver.count, nested = 0, torch.nested.nested_tensor([torch.ones(8), torch.ones(8)])
+    assert native.recall([replay([X], returned=(0,))], (nested,), {"gamma": 0.5}) is None
+    x, memory = torch.zeros(2, 5, 1), F.generalized_advantage_estimate.memory
+    args = [0.9, 0.8, x, x, x, x.bool(), x.bool()]
+    for _ in range(2):
+        F.generalized_advantage_estimate(*args)
+    args[2] = torch.nested.nested_tensor([x[0], x[1]])
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ValueError)):
+            F.generalized_advantage_estimate(*args)
+        memory.recall = _replay._unknown
+    memory.forget()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_a_subclass_stays_one():
+    value = torch.zeros(2, 5, 1).as_subclass(Subclass)
+    x = torch.zeros(2, 5, 1)
+    types = [type(F.generalized_advantage_estimate(0.9, 0.8, value, x, x, x.bool(), x.bool())[0]) for _ in range(4)]
+    assert len({*types}) == 1
+
+
+def test_nothing_is_kept_where_nothing_is_remembered():
+    seen = []
+    x = torch.zeros(2, 5, 1)
+    with nothing_remembered():
+        seen.append(weakref.ref(F.reward2go(x, x.bool(), 0.9)))
+        gc.collect()
+        assert seen[0]() is None
+
+
+def test_tensors_of_several_devices_are_not_remembered():
+    memory, calls = Memory(), []
+    for _ in range(3):
+        memory(((), None), [1], [torch.zeros(3), torch.zeros(3, device="meta")], lambda: calls.append(1))
+    assert len(calls) == 3 and not memory.calls and not memory.replays
+
+
+def test_what_is_recalled_is_no_more_than_can_be_looked_through():
+    memory = F.reward2go.memory
+    memory.forget()
+    for _ in range(60):
+        for steps in range(1, 41):
+            F.reward2go(torch.ones(1, steps, 1), torch.zeros(1, steps, 1, dtype=torch.bool), 0.5)
+    assert len(memory.replays) <= 32
+    memory.forget()
+
+
 def test_nothing_is_kept_of_a_call(driver):
     driver.count = 0
     x, y = torch.ones(4, 8), torch.ones(4, 8)
@@ -249,6 +310,7 @@ def test_a_function_goes_on_in_c_and_in_python_alike(monkeypatch):
     with nothing_remembered():
         computed = results()
     results()
+    results()
     if not memory.replays:
         pytest.skip("nothing is remembered without numba")
     (call,) = memory.replays
@@ -260,7 +322,7 @@ def test_a_function_goes_on_in_c_and_in_python_alike(monkeypatch):
         thread.join()
     assert memory.replays == [call] and len(found) == 200
     monkeypatch.setattr(memory, "recall", _replay._unknown)
-    monkeypatch.setattr(memory, "_keep", lambda call: None)
+    monkeypatch.setattr(memory, "_keep", lambda *_: None)
     found.append(results())
     for result in found:
         assert all(torch.equal(x, y) for x, y in zip(result, computed, strict=True))
