@@ -88,6 +88,7 @@ class Memory:
     def forget(self) -> None:
         self.calls.clear()
         self.replays.clear()
+        self.turned_away = 0
 
     def __call__(self, given, constants: list, tensors: list[Tensor], function, args=(), kwargs={}):  # noqa: B006
         """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``.

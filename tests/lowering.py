@@ -78,6 +78,7 @@ def install():
     triton.runtime.driver.set_active(StubDriver())
     _launch._Launch.__call__ = compile_only
     _launch._multiprocessors = lambda device: 132
+    _launch.driver = lambda: (1, 1)
     ops.runs_kernels = lambda device: True
 
 

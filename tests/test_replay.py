@@ -17,6 +17,13 @@ native = _replay._native()
 pytestmark = pytest.mark.skipif(native is None, reason="needs Triton and a C compiler")
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What other tests left, which may be as much as is recalled."""
+    for function in (F.generalized_advantage_estimate, F.reward2go):
+        function.memory.forget()
+
+
 class Driver:
     """A GPU that is only pretended: what it was asked to launch, and what it answers."""
 
@@ -243,7 +250,6 @@ def test_a_nested_tensor_is_no_known_one(driver):
         with pytest.raises((RuntimeError, ValueError)):
             F.generalized_advantage_estimate(*args)
         memory.recall = _replay._unknown
-    memory.forget()
 
 
 class Subclass(torch.Tensor):
@@ -275,12 +281,10 @@ def test_tensors_of_several_devices_are_not_remembered():
 
 def test_what_is_recalled_is_no_more_than_can_be_looked_through():
     memory = F.reward2go.memory
-    memory.forget()
     for _ in range(60):
         for steps in range(1, 41):
             F.reward2go(torch.ones(1, steps, 1), torch.zeros(1, steps, 1, dtype=torch.bool), 0.5)
     assert len(memory.replays) <= 32
-    memory.forget()
 
 
 def test_nothing_is_kept_of_a_call(driver):
@@ -306,7 +310,6 @@ def test_a_function_goes_on_in_c_and_in_python_alike(monkeypatch):
     def results():
         return [F.reward2go(reward, done, 0.9) for reward, done in given]
 
-    memory.forget()
     with nothing_remembered():
         computed = results()
     results()
@@ -338,11 +341,9 @@ def test_a_copy_remembers_nothing():
 def test_without_a_compiler_calls_are_replayed_in_python(monkeypatch):
     monkeypatch.setattr(_replay, "_native", lambda: None)
     memory = F.reward2go.memory
-    memory.forget()
     torch.manual_seed(0)
     reward, done = torch.randn(2, 3, 6, 1), torch.rand(2, 3, 6, 1) < 0.3
     results = [[F.reward2go(r, d, 0.9) for r, d in zip(reward, done, strict=True)] for _ in range(2)]
     assert not memory.replays
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    memory.forget()
