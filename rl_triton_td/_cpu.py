@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from ._launch import HEAD, _merge_rows, _pointers
+from ._launch import HEAD, _merge_rows, _pointers, apart
 from ._replay import Place, record
 from .adjoint import DECAYED, EXP, INPUTS, SELECT, NotDifferentiable, _named, _ordered, _trace
 from .specs import FLAGS, Spec
@@ -84,9 +84,8 @@ def evaluate(
     places = itertools.count(numbers.buffer_info()[0], numbers.itemsize)
     sources += (_number(h, compute) if isinstance(h, Tensor) else next(places) for h in hypers)
     initial, written = _number(initial, compute), outputs
-    if not looked and not spec.causal:  # a step must not overwrite what its neighbour reads
-        read = {x.data_ptr() for x in (*sources, initial) if isinstance(x, Tensor)}
-        written = [o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs]
+    if not looked and not spec.causal:
+        written = apart(outputs, (*sources, initial))
     written = [o if o is None or o.dtype == compute else torch.empty_like(o, dtype=compute) for o in written]
     shape = next(o for o in written if o is not None).shape
     entries = (*sources, initial, *written)

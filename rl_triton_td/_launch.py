@@ -418,6 +418,12 @@ def _direct_launcher(kernel, grid):
     return fire
 
 
+def apart(outputs, sources):
+    """Outputs, with a stand-in for each that lies on a source: a step must not overwrite what its neighbour reads."""
+    read = {x.data_ptr() for x in sources if isinstance(x, Tensor)}
+    return tuple(o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs)
+
+
 def _pointers(entries):
     return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in entries)
 

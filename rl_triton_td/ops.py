@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from . import _cpu
-from ._launch import HEAD, launch
+from ._launch import HEAD, apart, launch
 from ._replay import not_remembered, traced
 from ._triton import runs_kernels
 from .adjoint import INPUTS, adjoint, differentiable, named
@@ -206,7 +206,7 @@ def _look_past_mask(spec, inputs, hypers, successor, next_value, mask, time_dim)
 def _fused(spec, sources, out, time_dim, initial, *, masked, behind, compute, like, kinds):
     outputs = _made(out, like)
     neighbours = any(spec.shifts) or sources[HEAD.index("successor")] is not None
-    written = _private(outputs, sources) if neighbours else outputs
+    written = apart(outputs, sources) if neighbours else outputs
     launch(
         spec,
         like.shape,
@@ -238,12 +238,6 @@ def _stored(x):
 def _overwritten(out):
     """Autograd, past which tensors were written, is told."""
     torch._C._increment_version([o for o in out if isinstance(o, Tensor) and not o.is_inference()])
-
-
-def _private(outputs, sources):
-    """Outputs, with a stand-in for each that lies on a source: a step must not overwrite what its neighbour reads."""
-    read = {x.data_ptr() for x in sources if isinstance(x, Tensor)}
-    return tuple(o if o is None or o.data_ptr() not in read else torch.empty_like(o) for o in outputs)
 
 
 def _composite(spec, head, inputs, hypers, initial, out, time_dim, behind, compute, device, scan):
