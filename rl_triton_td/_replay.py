@@ -35,6 +35,7 @@ class _Recording(threading.local):
 
 _recording = _Recording()
 _TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+_SILENT = (torch._C._are_functorch_transforms_active, False), (torch._C._get_tracing_state, None)
 _TENSOR = object()  # stands for a tensor among the constants of a call
 _UNTRIED = object()
 _PLAIN = frozenset((float, int, bool, str, type(None)))
@@ -44,9 +45,8 @@ def traced() -> bool:
     """Whether a compiler, a tracer, a transform or a derivative follows what is done with any tensor."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or any([ask() is not answer for ask, answer in _SILENT])
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
     )
@@ -177,8 +177,8 @@ def _native():
 def driver() -> tuple[int, int]:
     """Addresses of the driver's functions that launch a kernel and name an error; 0 where there is no driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1" if torch.version.cuda else "")
-        return tuple(ctypes.cast(f, ctypes.c_void_p).value for f in (driver.cuLaunchKernel, driver.cuGetErrorString))
+        library = ctypes.CDLL("libcuda.so.1" if torch.version.cuda else "")
+        return tuple(ctypes.cast(f, ctypes.c_void_p).value for f in (library.cuLaunchKernel, library.cuGetErrorString))
     except (OSError, AttributeError):
         return 0, 0
 
@@ -192,11 +192,7 @@ def connect(native) -> None:
         torch._C._increment_version,
         getattr(torch._C, "_cuda_getDevice", None),
         getattr(torch._C, "_cuda_getCurrentRawStream", None),
-        (
-            (torch._C._are_functorch_transforms_active, False),
-            (torch._C._get_tracing_state, None),
-            (torch._C._len_torch_dispatch_stack, 0),
-        ),
+        (*_SILENT, (torch._C._len_torch_dispatch_stack, 0)),
         ((forward_ad, "_current_level", -1), (_recording, "launches", None)),
         *driver(),
     )
@@ -296,8 +292,8 @@ class _Replay:
         self.aliases = tuple(map(pointers.index, pointers))
         self.device = tensors[0].device.index
         self.fits = guards.TensorGuards(*guarded, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        (*self.sources, self.initial), self.written = self.places
-        self.sources, self.written = _several(self.sources), _several(self.written)
+        (*sources, self.initial), written = self.places
+        self.sources, self.written = _several(sources), _several(written)
         self.returned = operator.itemgetter(*self.results) if self.single else _several(self.results)
         return self
 

@@ -123,7 +123,7 @@ def _called(forward):
         first = args[0] if args else None
         inner = forward if type(first) is TensorDict or isinstance(first, TensorDictBase) else dispatched
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self.differentiable)  # a context manager takes as long as a launch
+        torch._C._set_grad_enabled(self.differentiable)  # a context manager takes longer
         try:
             if self.skip_existing is None:
                 return inner(self, *args, **kwargs)

@@ -184,14 +184,25 @@ every_way = pytest.mark.parametrize(
 )
 
 
+def results(name, way):
+    """Names of what a call writes, and the operators that make memory for it."""
+    outputs = COUNTED[name].outputs
+    if way.startswith("module") and name.startswith("td"):
+        outputs = ("advantage", "value_target")
+    return outputs, [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+
+
+def addresses(written, way, outputs):
+    if way.startswith("module"):
+        written = tuple(written.get(key) for key in outputs)
+    return {x.data_ptr() for x in (written if isinstance(written, tuple) else (written,))}
+
+
 @pytest.mark.skipif(_replay._native() is None, reason="needs Triton and a C compiler")
 @every_way
 def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, questions):
     call, fresh = prepared(name, way)
-    outputs = COUNTED[name].outputs
-    if way.startswith("module") and name.startswith("td"):
-        outputs = ("advantage", "value_target")
-    made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+    outputs, made = results(name, way)
     first = operators(call, fresh())  # the first call of a layout launches through Triton
     assert launched == ["compiled"]
     assert [name for name in first if name not in VIEWS] == made
@@ -200,10 +211,7 @@ def test_a_call_is_one_launch_and_little_else(launched, name, way, ceiling, ques
 
     assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
     written = call(fresh())
-    if way.startswith("module"):
-        written = tuple(written.get(key) for key in outputs)
-    written = written if isinstance(written, tuple) else (written,)
-    assert len(launched) == 3 and {x.data_ptr() for x in written} == set(launched[-1]) - {None}
+    assert len(launched) == 3 and addresses(written, way, outputs) == set(launched[-1]) - {None}
     answers = asked(call, fresh())
     assert answers.total() <= questions, answers
     assert operators(call, fresh()) == made
@@ -233,10 +241,7 @@ def watched(monkeypatch):
 def test_a_call_on_a_cpu_is_one_loop_and_little_else(name, way, ceiling, questions, monkeypatch):
     if name == "retrace_from_action_values":
         pytest.skip("the taken action's values are gathered first")
-    outputs = COUNTED[name].outputs
-    if way.startswith("module") and name.startswith("td"):
-        outputs = ("advantage", "value_target")
-    made = [] if way.endswith("_out") else ["aten.empty_like.default"] * len(outputs)
+    outputs, made = results(name, way)
     call, fresh = prepared(name, way)
     call(fresh()), call(fresh())  # the third one is recalled
     assert min(python_calls(call, x) for x in (fresh(), fresh())) <= SLACK * ceiling + 1
@@ -249,10 +254,7 @@ def test_a_call_on_a_cpu_is_one_loop_and_little_else(name, way, ceiling, questio
     monkeypatch.setattr(_cpu, "evaluate", None)
     looped.clear()
     written = call(fresh())
-    if way.startswith("module"):
-        written = tuple(written.get(key) for key in outputs)
-    written = written if isinstance(written, tuple) else (written,)
-    assert len(looped) == 1 and {x.data_ptr() for x in written} == {*looped[0][-len(written) :]}
+    assert len(looped) == 1 and addresses(written, way, outputs) == {*looped[0][-len(outputs) :]}
     answers = asked(call, fresh())
     assert answers.total() <= questions, answers
     assert operators(call, fresh()) == made
