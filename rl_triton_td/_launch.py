@@ -18,9 +18,19 @@ from .specs import Spec
 
 INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
-SHARED_MEMORY = 128 * 1024  # bytes of tiles under way that a pipelined loop may keep there
-GROUP = 4  # neighbouring steps that a thread reads at once
+SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have under way
+GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
 CROWDED = 48  # bytes of a step, from where longer tiles spill
+TIME_MAJOR = (
+    # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 16, more, shifted, exclusive, masked
+    (768, (256, 4, 2, 3), (256, 4, 2, 4), (256, 2, 2, 4), (256, 4, 2, 3), (64, 2, 1, 4), (64, 2, 1, 4)),
+    (384, (128, 8, 1, 4), (64, 4, 1, 4), (64, 2, 1, 4), (64, 2, 1, 5), (64, 2, 1, 4), (64, 2, 1, 4)),
+    (192, (64, 16, 2, 4), (64, 16, 2, 3), (64, 4, 1, 4), (64, 8, 1, 4), (64, 8, 2, 3), (64, 4, 1, 4)),
+    (96, (32, 64, 4, 3), (32, 32, 2, 3), (32, 16, 2, 3), (64, 32, 4, 3), (32, 16, 2, 3), (32, 32, 4, 3)),
+    (48, (32, 128, 8, 3), (32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 4, 3)),
+    (24, (16, 128, 4, 4), (32, 64, 8, 3), (32, 64, 4, 4), (32, 128, 8, 3), (32, 64, 8, 3), (16, 64, 4, 3)),
+    (12, (), (), (), (), (16, 64, 4, 3), ()),
+)  # fmt: skip
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
 
@@ -34,6 +44,12 @@ class Tile:
     segments: int = 1
     num_stages: int = 1
 
+    @property
+    def run(self) -> int:
+        """How many steps in a row a thread takes, where it reads ``GROUP`` neighbouring rows: 1 where no less work."""
+        run = self.block_n * self.block_t // (32 * self.num_warps * min(GROUP, self.block_n))
+        return run if (4 if self.num_warps == 1 else 2) <= run < self.block_t else 1
+
 
 def tile_plan(
     rows: int,
@@ -42,7 +58,7 @@ def tile_plan(
     *,
     exclusive: bool = False,
     masked: bool = False,
-    shifted: bool = False,
+    shifted: int = 0,
     actions: int = 0,
     step_bytes: int = 0,
     multiprocessors: int = 132,
@@ -52,7 +68,7 @@ def tile_plan(
     Args:
         exclusive: every step's solution and its successor's are held at once.
         masked: steps look for the nearest valid one.
-        shifted: a step's next value is read at the next step.
+        shifted: how many numbers of a step are read at its neighbour.
         actions: how many values stand for one step.
         step_bytes: what is read and written at one step.
     """
@@ -67,12 +83,13 @@ def tile_plan(
         block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(room, 4), 4, 1
     elif (
         time_contiguous
-        and not masked
         and (256 if light else 512) < steps <= 4096
-        and (steps < (0.9 if light else 0.7) * room or light and steps > 2048)
+        and (steps < (0.9 if light else 0.7) * room or steps > 2048 and (light or shifted > 1))
         and rows * max(1, room // 2048) >= 32 * multiprocessors
     ):  # piece by piece: what would be left empty of a longer tile costs more than the turns of a loop
-        block_n, block_t, warps = max(1, 1024 // room), room // 8, max(1, room // 2048)
+        small = shifted > 1 or masked and exclusive
+        block_n, block_t = max(1, 1024 // room), max(128, room // 16) if small else room // 8
+        warps = 1 if small else room // 1024 if masked else max(1, room // 2048)
     elif time_contiguous:
         if steps > 4096:
             short = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
@@ -80,26 +97,24 @@ def tile_plan(
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
             block_t = min(room, 256 if masked and exclusive else 512 if crowded else 4096)
-        stages = 2 if masked else 3
+        stages = 2 if masked and exclusive else 3
         elements = 512 if masked else 1024
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        dense = exclusive or masked or block_t <= 128 or few
+        dense = exclusive or masked or shifted and rows >= 8 * multiprocessors or block_t <= 128 or few
         warps = block_n * block_t // (128 if dense else 512 if light and block_t > 512 else 256)
-        warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive else 8)
+        warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
-        block_n, block_t, warps, stages = next(
-            choice
-            for choice in (
-                (32 if step_bytes > CROWDED else 64, 4 if step_bytes <= 16 else 2, 1, 5 if light and steps > 64 else 4),
-                (16 if step_bytes <= 16 else 32, 8, 2 if exclusive else 1, 4),
-                (16, 16, 1, 3),
-                (8, 16, 1, 3),
-                (8, 128, 4, 1),
-            )
-            if rows >= 3 * multiprocessors * choice[0] or choice[2] == 4
-        )  # fmt: skip
+        kind = 5 if masked else 4 if exclusive else 3 if shifted else 0 if light else 1 if step_bytes <= 16 else 2
+        tiles = next((tiles for least, *tiles in TIME_MAJOR if rows >= least * multiprocessors), ((),) * 6)
+        if tiles[kind]:
+            block_n, block_t, warps, stages = tiles[kind]
+            enough = 0
+        else:
+            block_n, block_t, warps, stages = (8, 128, 4, 1) if few or rows < 16 else (16, 256, 8, 1)
+        if step_bytes > CROWDED:
+            block_n = min(block_n, 32)
         block_n, block_t = min(_power_of_2(rows), block_n), min(room, block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
@@ -205,13 +220,16 @@ class _Launch:
             time_contiguous,
             exclusive=exclusive,
             masked=sources[HEAD.index("mask")] is not None and not masked,
-            shifted=sources[HEAD.index("successor")] is not None,
+            shifted=sum(
+                isinstance(sources[i], Tensor) and sources[i].ndim > 0 and sources[i].is_floating_point()
+                for i in _reads(spec)[0]
+            ),
             actions=actions,
             step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
         )
-        held = self.tile.block_n * self.tile.block_t * step_bytes
-        stages = self.tile.num_stages if held * self.tile.num_stages <= SHARED_MEMORY else 1
+        held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
+        stages = self.tile.num_stages if held * (self.tile.num_stages - 1) <= SHARED_MEMORY else 1
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)
@@ -265,6 +283,7 @@ class _Launch:
             math.gcd(
                 group, aligned, *(by_tensor[id(x)][1] for x, t in zip(tensors, time_strides, strict=True) if t == 1)
             ),
+            1 if time_contiguous else self.tile.run,
             (2 if self.segments > 1 else 1) if past_mask else 0,
             spec.transition,
             exclusive,

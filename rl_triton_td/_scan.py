@@ -45,13 +45,14 @@ def unsealed(word):
 
 
 @jit
-def met(meeting, n, valid_row, order, S, epoch, scanned, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
+def met(meeting, n, valid_row, order, S, epoch, wholes, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
     """What enters this segment, of each recurrence: told what it does to it, and heard the same of those before."""
     told = meeting + n * (2 * RECURRENCES) * S + order
     tl.debug_barrier()  # every warp has read the epoch from the words that now change
     for k in tl.static_range(RECURRENCES):
-        tl.atomic_xchg(told + 2 * k * S, sealed(at_end(scanned[k][0]), epoch), mask=valid_row, sem="relaxed")
-        tl.atomic_xchg(told + (2 * k + 1) * S, sealed(at_end(scanned[k][1]), epoch), mask=valid_row, sem="relaxed")
+        u, w = map_at_end(wholes[k])
+        tl.atomic_xchg(told + 2 * k * S, sealed(u, epoch), mask=valid_row, sem="relaxed")
+        tl.atomic_xchg(told + (2 * k + 1) * S, sealed(w, epoch), mask=valid_row, sem="relaxed")
     nth = tl.arange(0, FOLD)[None, :]
     earlier = (nth < order) & valid_row[:, None]
     place = meeting + n[:, None] * (2 * RECURRENCES) * S + nth
@@ -64,8 +65,8 @@ def met(meeting, n, valid_row, order, S, epoch, scanned, entering, RECURRENCES: 
             u = tl.where(missing, tl.load(place + 2 * k * S, mask=missing, other=0, volatile=True), u)
             w = tl.where(missing, tl.load(place + (2 * k + 1) * S, mask=missing, other=0, volatile=True), w)
             missing = earlier & ((u >> 32 != epoch[:, None]) | (w >> 32 != epoch[:, None]))
-        u, w = tl.associative_scan((unsealed(u), tl.where(earlier, unsealed(w), 1.0)), 1, compose)
-        result += (apply(at_end(u), at_end(w), entering[k]),)
+        u, w = map_at_end(tl.associative_scan((unsealed(u), tl.where(earlier, unsealed(w), 1.0)), 1, compose))
+        result += (moved(apply(u, w, entering[k])),)
     return result
 
 
@@ -108,13 +109,75 @@ def at_end(x):
 
 
 @jit
-def latest(x, found, beyond, TURNED: tl.constexpr):
+def each_sum(u_a, w_a, u_b, w_b):
+    return u_a + u_b, w_a + w_b
+
+
+@jit
+def map_at_end(scanned):
+    """:func:`at_end` of the two numbers of an affine map, in one pass through the warps."""
+    lane = tl.arange(0, scanned[0].shape[1])[None, :]
+    last = lane == scanned[0].shape[1] - 1
+    return tl.reduce((tl.where(last, scanned[0], 0), tl.where(last, scanned[1], 0)), 1, each_sum)
+
+
+@jit
+def moved(x):
+    """``x`` in no layout of its own: the compiler would else give it to the tiles that ``x`` meets, and move those."""
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+
+
+@jit
+def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
+    """Compositions of the maps of a tile along time: ``(maps, runs)``.
+
+    ``maps``: of all maps up to each step, and with ``EXCLUSIVE`` of those before it. Where a thread holds ``RUN``
+    steps in a row, ``maps [BLOCK_N, RUN, L]`` begin with the run; ``runs`` are then the compositions of all runs up
+    to each, and of those before it.
+    """
+    N: tl.constexpr = u.shape[0]
+    if RUN > 1:
+        u = tl.reshape(u, (N, RUN, u.shape[1] // RUN))
+        w = tl.reshape(w, (N, RUN, w.shape[1] // RUN))
+    if EXCLUSIVE:
+        nothing = tl.zeros(u.shape, u.dtype)
+        maps = tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
+    else:
+        maps = tl.associative_scan((u, w), 1, compose)
+    runs = ()
+    if RUN > 1:
+        last = tl.arange(0, RUN)[None, :, None] == RUN - 1
+        whole_u, whole_w = tl.reduce((tl.where(last, maps[0], 0), tl.where(last, maps[1], 0)), 1, each_sum)
+        nothing = tl.zeros(whole_u.shape, u.dtype)
+        runs = tl.associative_scan((whole_u, whole_w, nothing, nothing + 1.0), 1, compose_exclusive)
+    return maps, runs
+
+
+@jit
+def solve(u, w, runs, x, RUN: tl.constexpr):
+    """What a tile's compositions, of :func:`scan_steps`, make of what enters it."""
+    if RUN > 1:
+        entering = apply(runs[2], runs[3], x[:, None])
+        return tl.reshape(apply(u, w, entering[:, None, :]), (u.shape[0], u.shape[1] * u.shape[2]))
+    else:
+        return apply(u, w, x[:, None])
+
+
+@jit
+def leaving(maps, runs, x, RUN: tl.constexpr):
+    """What leaves the tile."""
+    whole = runs if RUN > 1 else maps
+    return at_end(apply(whole[0], whole[1], x[:, None]))
+
+
+@jit
+def latest(x, found, beyond, TURNED: tl.constexpr, RUN: tl.constexpr):
     """``x`` where it was last ``found`` in scan order, ``beyond`` where nowhere yet; and that at the tile's end."""
     u = turn(tl.where(found, x, 0.0).to(beyond.dtype), TURNED)
     w = turn(tl.where(found, 0.0, 1.0).to(beyond.dtype), TURNED)
-    u, w = tl.associative_scan((u, w), 1, compose)
-    x = apply(u, w, beyond[:, None])
-    return turn(x, TURNED), at_end(x)
+    maps, runs = scan_steps(u, w, False, RUN)
+    x = solve(maps[0], maps[1], runs, beyond, RUN)
+    return turn(x, TURNED), leaving(maps, runs, beyond, RUN)
 
 
 @jit
@@ -122,6 +185,16 @@ def swap(x):
     """Neighbours along the last dimension, of 2, in each other's place."""
     a, b = tl.split(x)
     return tl.join(b, a)
+
+
+@jit
+def rotate(x, SHIFT: tl.constexpr):
+    """Each four neighbours by one place: what was at ``t + SHIFT`` comes to ``t``, but for the outermost."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    if SHIFT == 1:
+        return tl.reshape(tl.join(odd, swap(even)), x.shape)
+    else:
+        return tl.reshape(tl.join(swap(odd), even), x.shape)
 
 
 @jit
@@ -170,16 +243,15 @@ def load(
         there = inside & (t + SHIFT >= 0) & (t + SHIFT < T)
         if GROUP == 4 and SHIFT * SHIFT == 1:
             # off by one nothing is aligned: three of four neighbours are in the thread's registers, the fourth is read
-            value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS)
-            even, odd = tl.split(tl.reshape(value, (value.shape[0], value.shape[1] // 4, 2, 2)))
+            value = rotate(read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS), SHIFT)
             outer = t & 3 == (3 if SHIFT == 1 else 0)
-            if SHIFT == 1:
-                value = tl.reshape(tl.join(odd, swap(even)), value.shape)
+            if KIND == 1:  # single bytes are not copied ahead, four are
+                there = inside & (t + 4 * SHIFT >= 0) & (t + 4 * SHIFT < T)
+                beside = read(sources, strides, action_stride, INDEX, rows, t + 4 * SHIFT, there, KIND, LAYOUTS)
+                value = tl.where(outer, rotate(beside, SHIFT), value)
             else:
-                value = tl.reshape(tl.join(swap(odd), even), value.shape)
-            there = there & outer
-            next_group = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS)
-            value = tl.where(outer, next_group, value)
+                beside = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there & outer, KIND, LAYOUTS)
+                value = tl.where(outer, beside, value)
         else:
             value = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS)
     if KIND == 1:
@@ -246,6 +318,7 @@ def scan_kernel(
     REVERSE: tl.constexpr,
     GROUP: tl.constexpr,  # neighbours that go together; where time runs backward, a tile holds groups backward
     HELD: tl.constexpr,  # neighbours that one load brings
+    RUN: tl.constexpr,  # steps in a row that a thread holds, far from one another in its tile
     PAST_MASK: tl.constexpr,  # 1: a step's neighbour is the nearest valid one; 2: which another segment may hold
     TRANSITION: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
@@ -266,6 +339,8 @@ def scan_kernel(
     segment = tl.program_id(1)
     S = tl.num_programs(1)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BLOCK_N > 4:
+        n = tl.max_contiguous(n, 4)  # that a thread takes: more of flags would spread out the numbers
     valid_row = n < N
     if R2 is not None:
         rows = (n // (R1 * R2), n // R2 % R1, n % R2)
@@ -304,6 +379,9 @@ def scan_kernel(
     lane = tl.arange(0, BLOCK_T)[None, :]
     group = lane // GROUP * GROUP
     step_of_lane = (BLOCK_T - GROUP - group if REVERSE else group) + lane % GROUP
+    if RUN > 1:
+        nth_of_lane = lane % (BLOCK_T // RUN) * RUN + lane // (BLOCK_T // RUN)
+        step_of_lane = BLOCK_T - 1 - nth_of_lane if REVERSE else nth_of_lane
 
     follows = tl.zeros((BLOCK_N,), tl.int32)  # whether a valid step lies beyond, and below what it holds
     if PAST_MASK == 2:
@@ -349,9 +427,14 @@ def scan_kernel(
             near: tl.constexpr = 1 if REVERSE else -1
             found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, near, T, HELD)
             if TRANSITION:
-                followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
-                last = turn(followed, TURNED) == 0
-                follows = at_end(followed)
+                if RUN > 1:
+                    followed, at_the_end = latest(found.to(DTYPE), found, follows.to(DTYPE), TURNED, RUN)
+                    last = followed == 0
+                    follows = (at_the_end != 0).to(tl.int32)
+                else:
+                    followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
+                    last = turn(followed, TURNED) == 0
+                    follows = at_end(followed)
         elif sources[6] is not None:
             last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS)
         beside = ()
@@ -363,7 +446,7 @@ def scan_kernel(
             )  # fmt: skip
             at_the_end = beyond[k]
             if PAST_MASK:
-                neighbour, at_the_end = latest(neighbour, found, at_the_end, TURNED)
+                neighbour, at_the_end = latest(neighbour, found, at_the_end, TURNED, RUN)
                 if NEIGHBOURS[k][1] == 1:
                     neighbour = neighbour != 0
             beside += (neighbour,)
@@ -438,27 +521,28 @@ def scan_kernel(
         if RECURRENCES == 0:
             x = maps
         scanned = ()
+        run = ()
+        whole = ()  # whose end is what the whole tile does
         for k in tl.static_range(RECURRENCES):
             # what is no transition is the identity map
             u = turn(tl.where(valid, maps[2 * k], 0.0).to(DTYPE), TURNED)
             w = turn(tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE), TURNED)
-            if EXCLUSIVE:
-                nothing = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
-                scanned += (tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive),)
-            else:
-                scanned += (tl.associative_scan((u, w), 1, compose),)
+            maps_to, runs = scan_steps(u, w, EXCLUSIVE, RUN)
+            scanned += (maps_to,)
+            run += (runs,)
+            whole += (runs if RUN > 1 else maps_to,)
         if meeting is not None:
-            carry = met(meeting, n, valid_row, order, S, epoch, scanned, carry, RECURRENCES, FOLD)
+            carry = met(meeting, n, valid_row, order, S, epoch, whole, carry, RECURRENCES, FOLD)
         left = ()
         left_w = ()
         for k in tl.static_range(RECURRENCES):
             if EXCLUSIVE:
-                x_next += (turn(apply(scanned[k][2], scanned[k][3], carry[k][:, None]), TURNED),)
-            solution = apply(scanned[k][0], scanned[k][1], carry[k][:, None])
+                x_next += (turn(solve(scanned[k][2], scanned[k][3], run[k], carry[k], RUN), TURNED),)
+            solution = solve(scanned[k][0], scanned[k][1], run[k], carry[k], RUN)
             x += (turn(solution, TURNED),)
-            left += (at_end(solution),)
+            left += (leaving(scanned[k], run[k], carry[k], RUN),)
             if SUMMARISE:
-                decay = at_end(scanned[k][1])
+                decay = at_end(whole[k][1])
                 left_w += (tl.where(decay == 0, 0.0, decay * carry_w[k]),)
             else:
                 left_w += (carry_w[k],)

@@ -159,8 +159,10 @@ def variants():
             yield from lower(adjoint.saving(spec), 4096, 4096, masked=True)
         for rows, steps in SHAPES + SHAPES_OF_HEAVY * heavy:
             yield from lower(spec, rows, steps)
-        for rows, steps in [(65536, 256)] + [(8192, 128), (8, 16384)] * heavy:
+        for rows, steps in [(65536, 256), (16384, 1024)] + [(8192, 128), (4096, 4096), (64, 16384), (8, 16384)] * heavy:
             yield from lower(spec, rows, steps, False)
+        if heavy:
+            yield from lower(spec, 4096, 4096, False, masked=True)
         for rows, steps in [(4096, 128), (4096, 4096)] + [(64, 16384)] * heavy:
             if spec.transition:
                 yield from lower(spec, rows, steps, shifted=True)

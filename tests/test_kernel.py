@@ -17,6 +17,8 @@ TILES = [
     pytest.param(Tile(2, 32, 1, 3), id="segments side by side"),
     pytest.param(Tile(1, 16, 1, 100), id="a segment for every chunk"),
     pytest.param(Tile(8, 256, 4), id="all at once"),
+    pytest.param(Tile(4, 128, 1), id="steps in a row to a thread"),
+    pytest.param(Tile(16, 32, 1, 100), id="steps in a row to a thread, a segment for every chunk"),
 ]
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 130)]
 TALL = [pytest.param(4, 1000, marks=pytest.mark.large), pytest.param(2, 5000, marks=pytest.mark.large)]
@@ -157,6 +159,11 @@ def test_segments_meet_in_every_launch(device):
                     agree(a, b, 1e-5, 1e-5, f"{launches} launches, {seed}")
     (plan,) = _launch._launches.values()
     assert plan.alone and plan.segments == 4 and [len(w) for w in plan.meetings.by_stream.values()] == [2 * 2 * 4]
+
+
+def test_some_tiles_have_steps_in_a_row_for_a_thread():
+    assert [Tile(*shape).run for shape in ((4, 128, 1), (16, 32, 1), (32, 64, 4), (32, 64, 8))] == [4, 4, 4, 2]
+    assert [Tile(*shape).run for shape in ((64, 4, 1), (64, 2, 1), (1, 4096, 8), (128, 8, 1))] == [1, 1, 16, 1]
 
 
 @pytest.mark.parametrize("time_contiguous", [True, False])
