@@ -84,10 +84,10 @@ def tile_plan(
     elif (
         time_contiguous
         and (256 if light else 512) < steps <= 4096
-        and (steps < (0.9 if light else 0.7) * room or steps > 2048 and (light or shifted > 1))
+        and (steps < (0.9 if light else 0.7) * room or steps > 2048 and (light or shifted > 2))
         and rows * max(1, room // 2048) >= 32 * multiprocessors
     ):  # piece by piece: what would be left empty of a longer tile costs more than the turns of a loop
-        small = shifted > 1 or masked and exclusive
+        small = shifted > 2 or masked and exclusive
         block_n, block_t = max(1, 1024 // room), max(128, room // 16) if small else room // 8
         warps = 1 if small else room // 1024 if masked else max(1, room // 2048)
     elif time_contiguous:
