@@ -69,6 +69,10 @@ class nothing_remembered:
         _recording.launches = self.outer
 
 
+RECALLED = 32  # calls that one memory looks through in C
+TURNS = 16  # that a call waits for a place among them
+
+
 class Memory:
     """Remembers the launch that a call came to, and does only that where the same call comes again.
 
@@ -79,7 +83,6 @@ class Memory:
     def __init__(self):
         self.calls: dict[tuple, list[_Replay]] = {}
         self.replays: list = []  # of ``_replay.c``, most recent first
-        self.turned_away = 0  # while they are many
         self.recall = _unknown
 
     def __reduce__(self):  # a copy, or one from a file, starts afresh
@@ -88,7 +91,6 @@ class Memory:
     def forget(self) -> None:
         self.calls.clear()
         self.replays.clear()
-        self.turned_away = 0
 
     def __call__(self, given, constants: list, tensors: list[Tensor], function, args=(), kwargs={}):  # noqa: B006
         """``function(*args, **kwargs)``, a call that depends on nothing but ``constants`` and ``tensors``.
@@ -135,18 +137,17 @@ class Memory:
 
     def _keep(self, replay, given, alignment) -> None:
         """What came a second time is recalled from now on, among as few as are quickly looked through."""
-        full = len(self.replays) >= 32
-        if full:
-            self.turned_away += 1
-            if self.turned_away < 1024:
+        full = len(self.replays) >= RECALLED
+        if full:  # the last makes room, but not at once: many may take turns
+            replay.turned_away += 1
+            if replay.turned_away < TURNS:
                 return
         if replay.call is _UNTRIED:
             replay.call = replay.native(given, alignment)
         if replay.call is None or replay.call in self.replays:
             return
-        if full:
-            self.replays.clear()
-        self.turned_away = 0
+        replay.turned_away = 0
+        del self.replays[RECALLED - 1 :]
         self.replays.insert(0, replay.call)
         self.recall = functools.partial(_native().recall, self.replays)
 
@@ -262,6 +263,7 @@ class _Replay:
             return None
         self, known = cls(), len(pointers)
         self.plan, self.kept, self.likes, self.made, self.call = plan, kept, [], [], _UNTRIED
+        self.turned_away = 0
         places, written = [], []
         for x in outputs:
             place = next((i for i, given in enumerate(tensors) if given is x), None)

@@ -285,7 +285,7 @@ def test_tensors_of_several_devices_are_not_remembered():
     assert len(calls) == 3 and not memory.calls and not memory.replays
 
 
-def test_what_is_recalled_is_no_more_than_can_be_looked_through():
+def test_what_is_recalled_is_no_more_than_can_be_looked_through(monkeypatch):
     memory = F.reward2go.memory
     for _ in range(60):
         for steps in range(1, 41):
@@ -293,6 +293,13 @@ def test_what_is_recalled_is_no_more_than_can_be_looked_through():
     if not _triton.NUMBA:
         pytest.skip("nothing is remembered without numba")
     assert 0 < len(memory.replays) <= 32
+
+    settled = torch.ones(1, 50, 1), torch.zeros(1, 50, 1, dtype=torch.bool), 0.5
+    for _ in range(20):
+        F.reward2go(*settled)
+    monkeypatch.setattr(Memory, "__call__", None)  # the way in Python
+    assert F.reward2go(*settled).shape == (1, 50, 1)
+    assert len(memory.replays) == 32
 
 
 def test_nothing_is_kept_of_a_call(driver):
