@@ -18,12 +18,13 @@ from .specs import Spec
 
 INT32 = 2**31
 HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "last", "action", "next_policy")
-SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have under way
+SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have under way, at most
+SCRATCH = 50 * 1024  # bytes that the rest of a program may need of it
 GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
 CROWDED = 48  # bytes of a step, from where longer tiles spill
 TIME_MAJOR = (
     # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 16, more, shifted, exclusive, masked
-    (768, (256, 4, 2, 3), (256, 4, 2, 4), (256, 2, 2, 4), (256, 4, 2, 3), (64, 2, 1, 4), (64, 2, 1, 4)),
+    (768, (256, 4, 2, 3), (256, 4, 2, 4), (256, 2, 2, 4), (256, 2, 2, 4), (64, 2, 1, 4), (64, 2, 1, 4)),
     (384, (128, 8, 1, 4), (64, 4, 1, 4), (64, 2, 1, 4), (64, 2, 1, 5), (64, 2, 1, 4), (64, 2, 1, 4)),
     (192, (64, 16, 2, 4), (64, 16, 2, 3), (64, 4, 1, 4), (64, 8, 1, 4), (64, 8, 2, 3), (64, 4, 1, 4)),
     (96, (32, 64, 4, 3), (32, 32, 2, 3), (32, 16, 2, 3), (64, 32, 4, 3), (32, 16, 2, 3), (32, 32, 4, 3)),
@@ -112,9 +113,10 @@ def tile_plan(
             block_n, block_t, warps, stages = tiles[kind]
             enough = 0
         else:
-            block_n, block_t, warps, stages = (8, 128, 4, 1) if few or rows < 16 else (16, 256, 8, 1)
-        if step_bytes > CROWDED:
-            block_n = min(block_n, 32)
+            narrow = few or rows < 16 or masked or step_bytes > 40
+            block_n, block_t, warps, stages = (8, 128, 4, 1) if narrow else (16, 256, 8, 1)
+        if step_bytes > CROWDED and tiles[kind]:
+            block_n, block_t = min(block_n, 32), max(2, block_t // 2)
         block_n, block_t = min(_power_of_2(rows), block_n), min(room, block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
@@ -155,6 +157,15 @@ class force_tile:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of tiles that a pipelined loop may have under way."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024)
+    return max(0, min(SHARED_MEMORY, most - SCRATCH))
 
 
 def _merge_rows(shape, time_dim: int, strides: list[tuple[int, ...]]):
@@ -229,7 +240,7 @@ class _Launch:
             multiprocessors=_multiprocessors(device),
         )
         held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
-        stages = self.tile.num_stages if held * (self.tile.num_stages - 1) <= SHARED_MEMORY else 1
+        stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // max(1, held)))
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)

@@ -477,8 +477,9 @@ static PyObject *recall(PyObject *self, PyObject *const *args, Py_ssize_t count)
         int fit = fits(call, &flat, &known);
         PyObject *result = NULL;
         if (fit > 0) {
-            if (i > 0 && i < PyList_GET_SIZE(calls) && PyList_GET_ITEM(calls, i) == (PyObject *)call) {
-                PyList_SET_ITEM(calls, i, PyList_GET_ITEM(calls, 0)); /* they change places, their counts stay */
+            if (i < PyList_GET_SIZE(calls) && PyList_GET_ITEM(calls, i) == (PyObject *)call) {
+                for (Py_ssize_t j = i; j > 0; j--) /* each moves on by a place, the counts stay */
+                    PyList_SET_ITEM(calls, j, PyList_GET_ITEM(calls, j - 1));
                 PyList_SET_ITEM(calls, 0, (PyObject *)call);
             }
             result = play(call, &known);

@@ -138,7 +138,7 @@ class Memory:
     def _keep(self, replay, given, alignment) -> None:
         """What came a second time is recalled from now on, among as few as are quickly looked through."""
         full = len(self.replays) >= RECALLED
-        if full:  # the last makes room, but not at once: many may take turns
+        if full:  # the one unused for longest makes room, but not at once: many may take turns
             replay.turned_away += 1
             if replay.turned_away < TURNS:
                 return

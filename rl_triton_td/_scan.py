@@ -114,11 +114,12 @@ def each_sum(u_a, w_a, u_b, w_b):
 
 
 @jit
-def map_at_end(scanned):
-    """:func:`at_end` of the two numbers of an affine map, in one pass through the warps."""
-    lane = tl.arange(0, scanned[0].shape[1])[None, :]
-    last = lane == scanned[0].shape[1] - 1
-    return tl.reduce((tl.where(last, scanned[0], 0), tl.where(last, scanned[1], 0)), 1, each_sum)
+def map_at_end(maps):
+    """:func:`at_end` of the two numbers of maps, or of each run of them, in one pass through the warps."""
+    lane = tl.arange(0, maps[0].shape[1])
+    lane = lane[None, :, None] if len(maps[0].shape) == 3 else lane[None, :]
+    last = lane == maps[0].shape[1] - 1
+    return tl.reduce((tl.where(last, maps[0], 0), tl.where(last, maps[1], 0)), 1, each_sum)
 
 
 @jit
@@ -146,8 +147,7 @@ def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
         maps = tl.associative_scan((u, w), 1, compose)
     runs = ()
     if RUN > 1:
-        last = tl.arange(0, RUN)[None, :, None] == RUN - 1
-        whole_u, whole_w = tl.reduce((tl.where(last, maps[0], 0), tl.where(last, maps[1], 0)), 1, each_sum)
+        whole_u, whole_w = map_at_end(maps)
         nothing = tl.zeros(whole_u.shape, u.dtype)
         runs = tl.associative_scan((whole_u, whole_w, nothing, nothing + 1.0), 1, compose_exclusive)
     return maps, runs

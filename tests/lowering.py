@@ -82,14 +82,14 @@ def install():
     ops.runs_kernels = lambda device: True
 
 
-def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=False, actions=0):
+def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=False, actions=0, number=torch.float32):
     """The assembler's reports on the launches of one call: registers, spills, how many loads and stores are wide.
 
     ``shifted`` takes next values from the next row. A masked call does so too and has a tile for every hyper: all that
     a tile can hold.
     """
 
-    def entry(dtype=torch.float32, width=1):
+    def entry(dtype=number, width=1):
         shape = (rows, steps, width) if time_contiguous else (steps, rows, width)
         x = torch.empty(shape, dtype=dtype, device="meta")
         return x if time_contiguous else x.transpose(0, 1)
@@ -126,10 +126,12 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
         tile = plan.tile
         yield {
             "variant": f"{spec.name} {rows}x{steps}" + " time-major" * (not time_contiguous) + " shifted" * shifted
-            + " masked" * masked + " summary" * plan.summarise + f" {actions} actions" * bool(actions),
+            + " masked" * masked + " summary" * plan.summarise + f" {actions} actions" * bool(actions)
+            + f" {number}".replace("torch.", "") * (number is not torch.float32),
             "spec": plan.spec.name,
             "tile": f"{tile.block_n}x{tile.block_t}, {tile.num_warps} warps, {tile.segments} segments",
             "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+            "shared": kernel.metadata.shared,
             "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
             "vector_loads": len(re.findall(r"ld\.global\S*\.v[24]", kernel.asm["ptx"])),
             "scalar_loads": len(re.findall(r"ld\.global(?!\S*\.v[24])", kernel.asm["ptx"])),
@@ -143,6 +145,15 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most
 SHAPES = [(4096, 128), (65536, 256), (8192, 16384), (64, 16384)]
 SHAPES_OF_HEAVY = [(32768, 8), (8192, 2560), (4096, 2048), (512, 4096), (1, 10**6)]
+SHAPES_SIDE_BY_SIDE = [
+    (131072, 128),
+    (32768, 512),
+    (16384, 1024),
+    (8192, 2048),
+    (4096, 4096),
+    (2048, 8192),
+    (64, 16384),
+]
 
 
 def variants():
@@ -159,14 +170,21 @@ def variants():
             yield from lower(adjoint.saving(spec), 4096, 4096, masked=True)
         for rows, steps in SHAPES + SHAPES_OF_HEAVY * heavy:
             yield from lower(spec, rows, steps)
-        for rows, steps in [(65536, 256), (16384, 1024)] + [(8192, 128), (4096, 4096), (64, 16384), (8, 16384)] * heavy:
-            yield from lower(spec, rows, steps, False)
-        if heavy:
-            yield from lower(spec, 4096, 4096, False, masked=True)
+        yield from lower(spec, 65536, 256, False)
         for rows, steps in [(4096, 128), (4096, 4096)] + [(64, 16384)] * heavy:
             if spec.transition:
                 yield from lower(spec, rows, steps, shifted=True)
             yield from lower(spec, rows, steps, masked=True)
+    for rows, steps in SHAPES_SIDE_BY_SIDE:
+        for spec in (specs.GAE, specs.VTRACE, specs.RETRACE):
+            yield from lower(spec, rows, steps, False)
+        yield from lower(specs.GAE, rows, steps, False, shifted=True)
+        if rows in (32768, 4096, 64):
+            yield from lower(specs.VTRACE, rows, steps, False, masked=True)
+        if rows in (8192, 64):
+            yield from lower(specs.VTRACE, rows, steps, False, shifted=True, number=torch.float64)
+    yield from lower(specs.GAE, 8192, 2048, False, masked=True, number=torch.float64)
+    yield from lower(specs.GAE, 4096, 4096, False, masked=True)
     for steps in (4096, 8192):
         for actions in (4, 18, 64):
             yield from lower(specs.RETRACE, 512, steps, actions=actions)

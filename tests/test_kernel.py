@@ -38,6 +38,9 @@ def run(name, x, time_major, device):
             0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], time_dim=time_dim
         ),
         "gae_masked": lambda: F.generalized_advantage_estimate(0.99, 0.95, *values, mask=x["mask"], time_dim=time_dim),
+        "gae_bootstrap_masked": lambda: F.generalized_advantage_estimate(
+            0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], mask=x["mask"], time_dim=time_dim
+        ),
         "vtrace": lambda: F.vtrace_advantage_estimate(0.99, x["log_pi"], x["log_mu"], *values, time_dim=time_dim),
         "retrace": lambda: F.retrace_lambda_advantage_estimate(
             0.99, 0.9, x["log_pi"], x["log_mu"], *values, time_dim=time_dim
@@ -61,6 +64,9 @@ def expected(name, x):
         "gae_two_lambdas": lambda: reference.gae(0.99, 0.95, *values, lmbda_critic=0.7),
         "gae_bootstrap": lambda: reference.gae(0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"]),
         "gae_masked": lambda: reference.gae(0.99, 0.95, *values, mask=x["mask"]),
+        "gae_bootstrap_masked": lambda: reference.gae(
+            0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], mask=x["mask"]
+        ),
         "vtrace": lambda: reference.vtrace(0.99, x["log_pi"], x["log_mu"], *values),
         "retrace": lambda: reference.retrace(0.99, 0.9, x["log_pi"], x["log_mu"], *values),
         "trace": lambda: (reference.eligibility_trace(0.99, 0.9, x["reward"], x["done"], initial=x["initial"]),),
@@ -70,7 +76,10 @@ def expected(name, x):
     }[name]()
 
 
-NAMES = ["gae", "gae_two_lambdas", "gae_bootstrap", "gae_masked", "vtrace", "retrace", "trace", "recurrence"]
+NAMES = [
+    "gae", "gae_two_lambdas", "gae_bootstrap", "gae_masked", "gae_bootstrap_masked", "vtrace", "retrace", "trace",
+    "recurrence",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,6 +30,10 @@ def test_nothing_spills(reports):
     assert not [r for r in reports if r["spilled"]]
 
 
+def test_shared_memory_is_enough(reports):
+    assert not [r for r in reports if r["shared"] > 227 * 1024]
+
+
 def test_adjoints_are_among_them(reports):
     derived = {r["variant"].split()[0] for r in reports}
     assert {"gae'", "gae+", "vtrace'", "td0'", "retrace'", "decoupled_gae'", "backward_recurrence'"} <= derived
