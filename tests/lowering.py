@@ -145,15 +145,7 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most
 SHAPES = [(4096, 128), (65536, 256), (8192, 16384), (64, 16384)]
 SHAPES_OF_HEAVY = [(32768, 8), (8192, 2560), (4096, 2048), (512, 4096), (1, 10**6)]
-SHAPES_SIDE_BY_SIDE = [
-    (131072, 128),
-    (32768, 512),
-    (16384, 1024),
-    (8192, 2048),
-    (4096, 4096),
-    (2048, 8192),
-    (64, 16384),
-]
+SIDE_BY_SIDE = [(131072, 128), (32768, 512), (16384, 1024), (8192, 2048), (4096, 4096), (2048, 8192), (64, 16384)]
 
 
 def variants():
@@ -175,7 +167,7 @@ def variants():
             if spec.transition:
                 yield from lower(spec, rows, steps, shifted=True)
             yield from lower(spec, rows, steps, masked=True)
-    for rows, steps in SHAPES_SIDE_BY_SIDE:
+    for rows, steps in SIDE_BY_SIDE:
         for spec in (specs.GAE, specs.VTRACE, specs.RETRACE):
             yield from lower(spec, rows, steps, False)
         yield from lower(specs.GAE, rows, steps, False, shifted=True)
