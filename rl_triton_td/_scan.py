@@ -5,7 +5,8 @@ one segment of time, which it walks in chunks of ``BLOCK_T`` steps, carrying ``x
 fewer rows than the device has room for, a row is cut into segments. A segment of one chunk stays in registers while
 programs tell each other what their segments do to what enters them (``MEETING``), so that memory is read once; with
 longer segments the same kernel first summarises each (``SUMMARISE``), then runs again. Either way a program folds the
-summaries that lead up to its segment (``FOLD``).
+summaries that lead up to its segment (``FOLD``). Where rows lie side by side, a thread takes steps in a row (``RUN``),
+scans them in its registers, and only runs are scanned across threads.
 """
 
 from __future__ import annotations
