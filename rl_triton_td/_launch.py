@@ -111,12 +111,12 @@ def tile_plan(
         tiles = next((tiles for least, *tiles in TIME_MAJOR if rows >= least * multiprocessors), ((),) * 6)
         if tiles[kind]:
             block_n, block_t, warps, stages = tiles[kind]
+            if step_bytes > CROWDED:
+                block_n, block_t = min(block_n, 32), max(2, block_t // 2)
             enough = 0
         else:
-            narrow = few or rows < 16 or masked or step_bytes > 40
+            narrow = few or rows < 16 or masked or step_bytes > CROWDED
             block_n, block_t, warps, stages = (8, 128, 4, 1) if narrow else (16, 256, 8, 1)
-        if step_bytes > CROWDED and tiles[kind]:
-            block_n, block_t = min(block_n, 32), max(2, block_t // 2)
         block_n, block_t = min(_power_of_2(rows), block_n), min(room, block_t)
     programs, chunks = -(-rows // block_n), -(-steps // block_t)
     segments = 1
@@ -165,7 +165,7 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_MEMORY
     most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 * 1024)
-    return max(0, min(SHARED_MEMORY, most - SCRATCH))
+    return min(SHARED_MEMORY, most - SCRATCH)
 
 
 def _merge_rows(shape, time_dim: int, strides: list[tuple[int, ...]]):
@@ -240,7 +240,7 @@ class _Launch:
             multiprocessors=_multiprocessors(device),
         )
         held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
-        stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // max(1, held)))
+        stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held))
         chunks = -(-steps // self.tile.block_t)
         self.segments = min(self.tile.segments, chunks)
         chunks = -(-chunks // self.segments)

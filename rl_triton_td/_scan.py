@@ -46,12 +46,12 @@ def unsealed(word):
 
 
 @jit
-def met(meeting, n, valid_row, order, S, epoch, wholes, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
+def met(meeting, n, valid_row, order, S, epoch, runs, entering, RECURRENCES: tl.constexpr, FOLD: tl.constexpr):
     """What enters this segment, of each recurrence: told what it does to it, and heard the same of those before."""
     told = meeting + n * (2 * RECURRENCES) * S + order
     tl.debug_barrier()  # every warp has read the epoch from the words that now change
     for k in tl.static_range(RECURRENCES):
-        u, w = map_at_end(wholes[k])
+        u, w = map_at_end(runs[k])
         tl.atomic_xchg(told + 2 * k * S, sealed(u, epoch), mask=valid_row, sem="relaxed")
         tl.atomic_xchg(told + (2 * k + 1) * S, sealed(w, epoch), mask=valid_row, sem="relaxed")
     nth = tl.arange(0, FOLD)[None, :]
@@ -130,27 +130,31 @@ def moved(x):
 
 
 @jit
+def scan_exclusive(u, w):
+    """Compositions of all maps up to each along dimension 1, and of those before it."""
+    nothing = tl.zeros(u.shape, u.dtype)
+    return tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
+
+
+@jit
 def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
     """Compositions of the maps of a tile along time: ``(maps, runs)``.
 
     ``maps``: of all maps up to each step, and with ``EXCLUSIVE`` of those before it. Where a thread holds ``RUN``
     steps in a row, ``maps [BLOCK_N, RUN, L]`` begin with the run; ``runs`` are then the compositions of all runs up
-    to each, and of those before it.
+    to each, and of those before it. Else ``runs`` are ``maps``.
     """
-    N: tl.constexpr = u.shape[0]
     if RUN > 1:
-        u = tl.reshape(u, (N, RUN, u.shape[1] // RUN))
-        w = tl.reshape(w, (N, RUN, w.shape[1] // RUN))
+        u = tl.reshape(u, (u.shape[0], RUN, u.shape[1] // RUN))
+        w = tl.reshape(w, (w.shape[0], RUN, w.shape[1] // RUN))
     if EXCLUSIVE:
-        nothing = tl.zeros(u.shape, u.dtype)
-        maps = tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
+        maps = scan_exclusive(u, w)
     else:
         maps = tl.associative_scan((u, w), 1, compose)
-    runs = ()
+    runs = maps
     if RUN > 1:
         whole_u, whole_w = map_at_end(maps)
-        nothing = tl.zeros(whole_u.shape, u.dtype)
-        runs = tl.associative_scan((whole_u, whole_w, nothing, nothing + 1.0), 1, compose_exclusive)
+        runs = scan_exclusive(whole_u, whole_w)
     return maps, runs
 
 
@@ -165,10 +169,9 @@ def solve(u, w, runs, x, RUN: tl.constexpr):
 
 
 @jit
-def leaving(maps, runs, x, RUN: tl.constexpr):
+def leaving(runs, x):
     """What leaves the tile."""
-    whole = runs if RUN > 1 else maps
-    return at_end(apply(whole[0], whole[1], x[:, None]))
+    return at_end(apply(runs[0], runs[1], x[:, None]))
 
 
 @jit
@@ -178,7 +181,7 @@ def latest(x, found, beyond, TURNED: tl.constexpr, RUN: tl.constexpr):
     w = turn(tl.where(found, 0.0, 1.0).to(beyond.dtype), TURNED)
     maps, runs = scan_steps(u, w, False, RUN)
     x = solve(maps[0], maps[1], runs, beyond, RUN)
-    return turn(x, TURNED), leaving(maps, runs, beyond, RUN)
+    return turn(x, TURNED), leaving(runs, beyond)
 
 
 @jit
@@ -377,12 +380,11 @@ def scan_kernel(
         carry += (entering,)
         carry_w += (tl.full((BLOCK_N,), 1.0, DTYPE),)
 
-    lane = tl.arange(0, BLOCK_T)[None, :]
-    group = lane // GROUP * GROUP
-    step_of_lane = (BLOCK_T - GROUP - group if REVERSE else group) + lane % GROUP
+    nth = tl.arange(0, BLOCK_T)[None, :]
     if RUN > 1:
-        nth_of_lane = lane % (BLOCK_T // RUN) * RUN + lane // (BLOCK_T // RUN)
-        step_of_lane = BLOCK_T - 1 - nth_of_lane if REVERSE else nth_of_lane
+        nth = nth % (BLOCK_T // RUN) * RUN + nth // (BLOCK_T // RUN)
+    group = nth // GROUP * GROUP
+    step_of_lane = (BLOCK_T - GROUP - group if REVERSE else group) + nth % GROUP
 
     follows = tl.zeros((BLOCK_N,), tl.int32)  # whether a valid step lies beyond, and below what it holds
     if PAST_MASK == 2:
@@ -432,7 +434,7 @@ def scan_kernel(
                     followed, at_the_end = latest(found.to(DTYPE), found, follows.to(DTYPE), TURNED, RUN)
                     last = followed == 0
                     follows = (at_the_end != 0).to(tl.int32)
-                else:
+                else:  # one number to scan instead of two
                     followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
                     last = turn(followed, TURNED) == 0
                     follows = at_end(followed)
@@ -523,7 +525,6 @@ def scan_kernel(
             x = maps
         scanned = ()
         run = ()
-        whole = ()  # whose end is what the whole tile does
         for k in tl.static_range(RECURRENCES):
             # what is no transition is the identity map
             u = turn(tl.where(valid, maps[2 * k], 0.0).to(DTYPE), TURNED)
@@ -531,9 +532,8 @@ def scan_kernel(
             maps_to, runs = scan_steps(u, w, EXCLUSIVE, RUN)
             scanned += (maps_to,)
             run += (runs,)
-            whole += (runs if RUN > 1 else maps_to,)
         if meeting is not None:
-            carry = met(meeting, n, valid_row, order, S, epoch, whole, carry, RECURRENCES, FOLD)
+            carry = met(meeting, n, valid_row, order, S, epoch, run, carry, RECURRENCES, FOLD)
         left = ()
         left_w = ()
         for k in tl.static_range(RECURRENCES):
@@ -541,9 +541,9 @@ def scan_kernel(
                 x_next += (turn(solve(scanned[k][2], scanned[k][3], run[k], carry[k], RUN), TURNED),)
             solution = solve(scanned[k][0], scanned[k][1], run[k], carry[k], RUN)
             x += (turn(solution, TURNED),)
-            left += (leaving(scanned[k], run[k], carry[k], RUN),)
+            left += (leaving(run[k], carry[k]),)
             if SUMMARISE:
-                decay = at_end(whole[k][1])
+                decay = at_end(run[k][1])
                 left_w += (tl.where(decay == 0, 0.0, decay * carry_w[k]),)
             else:
                 left_w += (carry_w[k],)
