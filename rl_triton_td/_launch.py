@@ -246,6 +246,9 @@ class _Launch:
         chunks = -(-chunks // self.segments)
         cut = self.segments > 1 and spec.recurrences > 0 and not summarise
         meets = meets and cut and chunks == 1 and dtype == torch.float32
+        fold = max(16, _power_of_2(self.segments)) if cut else 0  # a scan over fewer does not compile everywhere
+        if meets:  # no two threads read the same word: they might see it at different times
+            fold = max(fold, 32 * self.tile.num_warps // self.tile.block_n)
         self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if meets else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
@@ -300,8 +303,7 @@ class _Launch:
             exclusive,
             behind,
             summarise,
-            # a scan over fewer than 16 does not compile everywhere
-            max(16, _power_of_2(self.segments)) if cut else 0,
+            fold,
             actions,
             math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:])) if actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,

@@ -139,7 +139,22 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
             "parameters": re.findall(r"\.param \.(\w+)", re.search(r"\.entry[^(]*\(([^)]*)\)", kernel.asm["ptx"])[1]),
             "shuffles": kernel.asm["ptx"].count("shfl.sync"),
             "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
+            "told_apart": _told_apart(kernel.asm["ttgir"]),
         }  # fmt: skip
+
+
+def _told_apart(ttgir) -> bool:
+    """Whether of the words that a program waits for every one is read by one thread."""
+    for rows, columns, layout in re.findall(r"isVolatile = true.*?tensor<(\d+)x(\d+)x!tt\.ptr<i64>, (#\w+)>", ttgir):
+        spread = re.search(rf"^{layout} = #ttg\.blocked<(.*)>$", ttgir, re.M)[1]
+        per_thread, lanes, warps = (
+            [int(x) for x in re.search(rf"{name} = \[(\d+), (\d+)\]", spread).groups()]
+            for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+        )
+        held = [a * b * c for a, b, c in zip(per_thread, lanes, warps, strict=True)]
+        if held[0] > int(rows) or held[1] > int(columns):
+            return False
+    return True
 
 
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most
