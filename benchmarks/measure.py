@@ -160,6 +160,7 @@ def device_us(bound, repeats=5, calls=20) -> float:
     """A CUDA graph of several calls, in turn on each of ``bound``, so that large inputs come from memory."""
     rounds = max(1, calls // len(bound))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
     with torch.cuda.stream(stream):
         fresh = [[(call, make()) for call, make in bound] for _ in range(rounds)]
         for call, x in ((call, make()) for call, make in bound):
@@ -222,7 +223,7 @@ def rotations(moved: int, device) -> int:
 @functools.cache
 def copy_us(moved: int, device) -> float:
     """Device time of a kernel that reads half of ``moved`` bytes and writes as many: the ceiling."""
-    n, best = max(1, moved // 8), math.inf
+    n, best = -(-moved // 128) * 16, math.inf  # whole vectors
     pairs = [(torch.zeros(n, device=device), torch.empty(n, device=device)) for _ in range(rotations(moved, device))]
     for block, warps in ((1024, 4), (2048, 8), (4096, 8)):
 
