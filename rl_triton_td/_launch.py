@@ -309,6 +309,8 @@ class _Launch:
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
+            self.rows % self.tile.block_n == 0,
+            steps == self.segments * chunks * self.tile.block_t,
             stages,
             self.tile.block_n,
             self.tile.block_t,

@@ -103,15 +103,35 @@ def turn(x, GROUP: tl.constexpr):
 
 
 @jit
-def at_end(x):
-    """What a scanned tile holds for the step that the scan reaches last."""
-    lane = tl.arange(0, x.shape[1])[None, :]
-    return tl.sum(tl.where(lane == x.shape[1] - 1, x, 0), 1)
+def bits(x):
+    """``x`` as the integer whose bits it is."""
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True)
+    elif x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True)
+    else:
+        return x
 
 
 @jit
-def each_sum(u_a, w_a, u_b, w_b):
-    return u_a + u_b, w_a + w_b
+def number(x, DTYPE: tl.constexpr):
+    """What :func:`bits` made of a number of ``DTYPE``."""
+    if x.dtype == DTYPE:
+        return x
+    else:
+        return x.to(DTYPE, bitcast=True)
+
+
+@jit
+def at_end(x):
+    """What a scanned tile holds for the step that the scan reaches last."""
+    lane = tl.arange(0, x.shape[1])[None, :]
+    return number(tl.reduce(tl.where(lane == x.shape[1] - 1, bits(x), 0), 1, either), x.dtype)
+
+
+@jit
+def each_either(u_a, w_a, u_b, w_b):
+    return u_a | u_b, w_a | w_b
 
 
 @jit
@@ -120,7 +140,8 @@ def map_at_end(maps):
     lane = tl.arange(0, maps[0].shape[1])
     lane = lane[None, :, None] if len(maps[0].shape) == 3 else lane[None, :]
     last = lane == maps[0].shape[1] - 1
-    return tl.reduce((tl.where(last, maps[0], 0), tl.where(last, maps[1], 0)), 1, each_sum)
+    u, w = tl.reduce((tl.where(last, bits(maps[0]), 0), tl.where(last, bits(maps[1]), 0)), 1, each_either)
+    return number(u, maps[0].dtype), number(w, maps[1].dtype)
 
 
 @jit
@@ -142,7 +163,7 @@ def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
 
     ``maps``: of all maps up to each step, and with ``EXCLUSIVE`` of those before it. Where a thread holds ``RUN``
     steps in a row, ``maps [BLOCK_N, RUN, L]`` begin with the run; ``runs`` are then the compositions of all runs up
-    to each, and of those before it. Else ``runs`` are ``maps``.
+    to each. Else ``runs`` are ``maps``.
     """
     if RUN > 1:
         u = tl.reshape(u, (u.shape[0], RUN, u.shape[1] // RUN))
@@ -154,7 +175,7 @@ def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
     runs = maps
     if RUN > 1:
         whole_u, whole_w = map_at_end(maps)
-        runs = scan_exclusive(whole_u, whole_w)
+        runs = tl.associative_scan((whole_u, whole_w), 1, compose)
     return maps, runs
 
 
@@ -162,7 +183,10 @@ def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
 def solve(u, w, runs, x, RUN: tl.constexpr):
     """What a tile's compositions, of :func:`scan_steps`, make of what enters it."""
     if RUN > 1:
-        entering = apply(runs[2], runs[3], x[:, None])
+        after = apply(runs[0], runs[1], x[:, None])
+        nth = tl.arange(0, after.shape[1])[None, :]
+        before = tl.gather(after, tl.broadcast_to(tl.where(nth == 0, 0, nth - 1), after.shape), 1)
+        entering = tl.where(nth == 0, x[:, None], before)
         return tl.reshape(apply(u, w, entering[:, None, :]), (u.shape[0], u.shape[1] * u.shape[2]))
     else:
         return apply(u, w, x[:, None])
@@ -334,6 +358,8 @@ def scan_kernel(
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,  # a time offset may pass 2^31
     ALIGN: tl.constexpr,  # power of two that divides T
+    WHOLE_ROWS: tl.constexpr,  # whether every program's rows all exist
+    WHOLE_STEPS: tl.constexpr,  # whether every chunk's steps do
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -345,7 +371,7 @@ def scan_kernel(
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     if BLOCK_N > 4:
         n = tl.max_contiguous(n, 4)  # that a thread takes: more of flags would spread out the numbers
-    valid_row = n < N
+    valid_row = tl.full((BLOCK_N,), True, tl.int1) if WHOLE_ROWS else n < N
     if R2 is not None:
         rows = (n // (R1 * R2), n // R2 % R1, n % R2)
     elif R1 is not None:
@@ -420,7 +446,7 @@ def scan_kernel(
         if WIDE:
             chunk = chunk.to(tl.int64)
         t = chunk * BLOCK_T + step_of_lane
-        inside = valid_row[:, None] & (t < T)
+        inside = valid_row[:, None] & (tl.full((1, BLOCK_T), True, tl.int1) if WHOLE_STEPS else t < T)
 
         valid = inside
         last = t == T - 1
@@ -430,14 +456,14 @@ def scan_kernel(
             near: tl.constexpr = 1 if REVERSE else -1
             found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, near, T, HELD)
             if TRANSITION:
-                if RUN > 1:
-                    followed, at_the_end = latest(found.to(DTYPE), found, follows.to(DTYPE), TURNED, RUN)
-                    last = followed == 0
-                    follows = (at_the_end != 0).to(tl.int32)
-                else:  # one number to scan instead of two
-                    followed = tl.associative_scan(turn(found.to(tl.int32), TURNED), 1, either) | follows[:, None]
-                    last = turn(followed, TURNED) == 0
-                    follows = at_end(followed)
+                if REVERSE:
+                    farthest = tl.max(tl.where(found, t, -1), 1)
+                    last = (follows == 0)[:, None] & (t > farthest[:, None])
+                    follows = follows | (farthest >= 0).to(tl.int32)
+                else:
+                    farthest = tl.min(tl.where(found, t, T), 1)
+                    last = (follows == 0)[:, None] & (t < farthest[:, None])
+                    follows = follows | (farthest < T).to(tl.int32)
         elif sources[6] is not None:
             last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS)
         beside = ()
@@ -558,7 +584,8 @@ def scan_kernel(
             for k in tl.static_range(len(WANTED)):
                 if WANTED[k]:
                     place = outputs[k] + offset(strides, STEP + INPUTS + len(SCALAR) + k, rows, t, LAYOUTS)
-                    tl.store(place, tl.where(valid, result[k], 0.0), mask=inside)
+                    solved = result[k] if sources[5] is None else tl.where(valid, result[k], 0.0)
+                    tl.store(place, solved, mask=inside)
 
     if SUMMARISE:
         for k in tl.static_range(RECURRENCES):

@@ -69,7 +69,7 @@ WORK = {  # of every launch: shuffles, loads of one number at a time, conversion
     "gae 65536x256 time-major": [(20, 0, 0)],
     "gae 16384x1024 time-major": [(76, 0, 3)],
     "gae 4096x4096 time-major": [(96, 0, 3)],
-    "gae 64x16384 time-major": [(185, 11, 5)],
+    "gae 64x16384 time-major": [(185, 11, 7)],
     "gae 4096x4096 time-major masked": [(348, 0, 9)],
     "gae 4096x128 shifted": [(12, 6, 0)],
     "gae 4096x4096 shifted": [(19, 0, 0)],
