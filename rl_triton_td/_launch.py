@@ -23,14 +23,14 @@ SCRATCH = 50 * 1024  # bytes that the rest of a program may need of it
 GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
 CROWDED = 48  # bytes of a step, from where longer tiles spill
 TIME_MAJOR = (
-    # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 16, more, shifted, exclusive, masked
-    (768, (256, 4, 2, 3), (256, 4, 2, 4), (256, 2, 2, 4), (256, 2, 2, 4), (64, 2, 1, 4), (64, 2, 1, 4)),
-    (384, (128, 8, 1, 4), (64, 4, 1, 4), (64, 2, 1, 4), (64, 2, 1, 5), (64, 2, 1, 4), (64, 2, 1, 4)),
-    (192, (64, 16, 2, 4), (64, 16, 2, 3), (64, 4, 1, 4), (64, 8, 1, 4), (64, 8, 2, 3), (64, 4, 1, 4)),
-    (96, (32, 64, 4, 3), (32, 32, 2, 3), (32, 16, 2, 3), (64, 32, 4, 3), (32, 16, 2, 3), (32, 32, 4, 3)),
-    (48, (32, 128, 8, 3), (32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 4, 3)),
-    (24, (16, 128, 4, 4), (32, 64, 8, 3), (32, 64, 4, 4), (32, 128, 8, 3), (32, 64, 8, 3), (16, 64, 4, 3)),
-    (12, (), (), (), (), (16, 64, 4, 3), ()),
+    # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 18, more, exclusive, masked, actions
+    (768, (256, 4, 2, 3), (256, 2, 2, 4), (256, 2, 2, 4), (64, 2, 1, 4), (256, 4, 2, 3), (64, 4, 4, 1)),
+    (384, (128, 8, 1, 4), (128, 4, 1, 3), (64, 2, 1, 4), (64, 2, 1, 4), (128, 4, 1, 3), (64, 4, 4, 1)),
+    (192, (64, 8, 1, 5), (64, 8, 2, 3), (64, 4, 1, 4), (64, 8, 2, 3), (64, 8, 1, 3), (32, 8, 8, 1)),
+    (96, (64, 32, 4, 4), (64, 16, 2, 4), (64, 16, 2, 3), (64, 16, 4, 3), (64, 16, 2, 3), (16, 8, 4, 1)),
+    (48, (32, 64, 4, 4), (32, 32, 2, 4), (32, 32, 2, 3), (32, 32, 4, 3), (64, 32, 4, 3), (8, 16, 4, 1)),
+    (24, (16, 128, 4, 4), (32, 64, 4, 4), (32, 64, 4, 4), (32, 64, 8, 3), (32, 64, 4, 3), (8, 64, 16, 1)),
+    (12, (16, 128, 4, 4), (16, 128, 4, 4), (16, 256, 8, 3), (16, 64, 4, 4), (), ()),
 )  # fmt: skip
 ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by slice
 
@@ -80,40 +80,45 @@ def tile_plan(
         block_t, stages = min(room, 64 if rows >= enough else 256 if steps <= 4096 else 512), 1
         block_n = min(_power_of_2(rows), max(1, 32 // block_t))
         warps = block_n * block_t // 64
-    elif actions:
-        block_n, block_t, warps, stages = min(_power_of_2(rows), 64), min(room, 4), 4, 1
     elif (
         time_contiguous
-        and (256 if light else 512) < steps <= 4096
+        and (128 if steps < 0.55 * room else 256 if light else 512) < steps <= 4096
         and (steps < (0.9 if light else 0.7) * room or steps > 2048 and (light or shifted > 2))
         and rows * max(1, room // 2048) >= 32 * multiprocessors
     ):  # piece by piece: what would be left empty of a longer tile costs more than the turns of a loop
-        small = shifted > 2 or masked and exclusive
-        block_n, block_t = max(1, 1024 // room), max(128, room // 16) if small else room // 8
-        warps = 1 if small else room // 1024 if masked else max(1, room // 2048)
+        small, short = shifted > 2 or masked and exclusive, light and not masked
+        block_n, block_t = max(1, 1024 // room), room // 8
+        block_t = max(min(block_t, 128), room // 16) if small else min(block_t, 256) if short else block_t
+        warps = 1 if small or short else room // (1024 if masked or exclusive else 2048)
     elif time_contiguous:
+        many = rows >= 8 * multiprocessors
         if steps > 4096:
             short = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
-            block_t = 1024 if short else 2048 if steps <= 2**17 else 4096
+            block_t = 512 if many and (light or shifted) else 1024 if short else 2048 if steps <= 2**17 else 4096
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
-            block_t = min(room, 256 if masked and exclusive else 512 if crowded else 4096)
+            longest = 1024 if many and light and steps > 2048 else 4096
+            block_t = min(room, 256 if masked and exclusive else 512 if crowded else longest)
         stages = 2 if masked and exclusive else 3
         elements = 512 if masked else 1024
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        dense = exclusive or masked or shifted and rows >= 8 * multiprocessors or block_t <= 128 or few
-        warps = block_n * block_t // (128 if dense else 512 if light and block_t > 512 else 256)
+        dense = exclusive or masked or shifted and many or block_t <= 128 or few
+        wide = light and block_t > 512 and steps <= block_t
+        warps = block_n * block_t // (128 if dense else 512 if wide else 256)
         warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
-        kind = 5 if masked else 4 if exclusive else 3 if shifted else 0 if light else 1 if step_bytes <= 16 else 2
-        tiles = next((tiles for least, *tiles in TIME_MAJOR if rows >= least * multiprocessors), ((),) * 6)
+        kind = 5 if actions else 4 if masked else 3 if exclusive else 0 if light else 1 if step_bytes <= 18 else 2
+        per_one = rows // multiprocessors
+        tiles = next((tiles for least, *tiles in TIME_MAJOR if per_one >= max(least, 24 * few)), ((),) * 6)
         if tiles[kind]:
             block_n, block_t, warps, stages = tiles[kind]
-            if step_bytes > CROWDED:
+            if step_bytes > CROWDED and not actions:
                 block_n, block_t = min(block_n, 32), max(2, block_t // 2)
             enough = 0
+        elif actions:
+            block_n, block_t, warps, stages = 8, 64, 8, 1
         else:
             narrow = few or rows < 16 or masked or step_bytes > CROWDED
             block_n, block_t, warps, stages = (8, 128, 4, 1) if narrow else (16, 256, 8, 1)
@@ -224,7 +229,8 @@ class _Launch:
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
         policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
-        step_bytes = sum(x.element_size() for x in tensors)
+        moving = {id(x): x for x, t in zip(tensors, time_strides, strict=True) if t}
+        step_bytes = sum(x.element_size() for x in moving.values())
         self.tile = tile or tile_plan(
             self.rows,
             steps,

@@ -190,6 +190,8 @@ def variants():
             yield from lower(specs.VTRACE, rows, steps, False, masked=True)
         if rows in (8192, 64):
             yield from lower(specs.VTRACE, rows, steps, False, shifted=True, number=torch.float64)
+        if rows in (32768, 8192, 4096, 64):
+            yield from lower(specs.RETRACE, rows, steps, False, actions=6)
     yield from lower(specs.GAE, 8192, 2048, False, masked=True, number=torch.float64)
     yield from lower(specs.GAE, 4096, 4096, False, masked=True)
     for steps in (4096, 8192):
