@@ -21,6 +21,7 @@ HEAD = ("done", "terminated", "next_value", "successor", "bootstrap", "mask", "l
 SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have under way, at most
 SCRATCH = 50 * 1024  # bytes that the rest of a program may need of it
 GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
+SECTOR = 32  # steps of which flags, and all that is wider, fill what memory gives at once
 CROWDED = 48  # bytes of a step, from where longer tiles spill
 TIME_MAJOR = (
     # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 18, more, exclusive, masked, actions
@@ -61,6 +62,7 @@ def tile_plan(
     masked: bool = False,
     shifted: int = 0,
     actions: int = 0,
+    ragged: bool = False,
     step_bytes: int = 0,
     multiprocessors: int = 132,
 ) -> Tile:
@@ -71,8 +73,10 @@ def tile_plan(
         masked: steps look for the nearest valid one.
         shifted: how many numbers of a step are read at its neighbour.
         actions: how many values stand for one step.
+        ragged: neighbours that are read at once may be of two rows, of which a tile holds the ends.
         step_bytes: what is read and written at one step.
     """
+    steps += (GROUP - 1) * ragged
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
     enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
     light, room = step_bytes <= 10, _power_of_2(steps)
@@ -89,7 +93,7 @@ def tile_plan(
         small, short = shifted > 2 or masked and exclusive, light and not masked
         block_n, block_t = max(1, 1024 // room), room // 8
         block_t = max(min(block_t, 128), room // 16) if small else min(block_t, 256) if short else block_t
-        warps = 1 if small or short else room // (1024 if masked or exclusive else 2048)
+        warps = 1 if small or short else room // (1024 if masked or exclusive or ragged else 2048)
     elif time_contiguous:
         many = rows >= 8 * multiprocessors
         if steps > 4096:
@@ -104,8 +108,8 @@ def tile_plan(
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        dense = exclusive or masked or shifted and many or block_t <= 128 or few
-        wide = light and block_t > 512 and steps <= block_t
+        dense = exclusive or masked or shifted and many or block_t <= 128 or few or ragged and not light
+        wide = light and block_t > 512 and steps <= block_t and not ragged
         warps = block_n * block_t // (128 if dense else 512 if wide else 256)
         warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
@@ -132,6 +136,11 @@ def tile_plan(
         segments = -(-chunks // -(-chunks // segments))
     warps = max(1, min(warps, block_n * block_t // 32))
     return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1)
+
+
+def _worth_reading_beside(rows: int, steps: int, multiprocessors: int) -> bool:
+    """Whether rows of odd length are read in groups, also where the longest tile for one has no room for its ends."""
+    return steps + GROUP - 1 <= _power_of_2(steps) or steps > 2048 or rows >= 32 * multiprocessors
 
 
 def _power_of_2(n: int) -> int:
@@ -229,8 +238,16 @@ class _Launch:
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
         policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
-        moving = {id(x): x for x, t in zip(tensors, time_strides, strict=True) if t}
-        step_bytes = sum(x.element_size() for x in moving.values())
+        moving = {id(x): (x, m) for x, m, t in zip(tensors, merged, time_strides, strict=True) if t}
+        step_bytes = sum(x.element_size() for x, _ in moving.values())
+        # rows that follow one another, and whether of neighbours that are read at once some may be of the next row
+        flat = not actions and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving.values())
+        odd = (
+            flat
+            and steps % GROUP > 0
+            and not any(x.element_size() > 4 or x.data_ptr() & 15 for x, _ in moving.values())
+            and _worth_reading_beside(self.rows, steps, _multiprocessors(device))
+        )
         self.tile = tile or tile_plan(
             self.rows,
             steps,
@@ -242,31 +259,39 @@ class _Launch:
                 for i in _reads(spec)[0]
             ),
             actions=actions,
+            ragged=odd,
             step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
         )
         held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
         stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held))
-        chunks = -(-steps // self.tile.block_t)
-        self.segments = min(self.tile.segments, chunks)
-        chunks = -(-chunks // self.segments)
-        cut = self.segments > 1 and spec.recurrences > 0 and not summarise
-        meets = meets and cut and chunks == 1 and dtype == torch.float32
+        for ragged in dict.fromkeys((odd, False)):
+            chunks = -(-(steps + (GROUP - 1) * ragged) // self.tile.block_t)
+            self.segments = min(self.tile.segments, chunks)
+            chunks = -(-chunks // self.segments)
+            cut = self.segments > 1 and spec.recurrences > 0 and not summarise
+            met = meets and cut and chunks == 1 and dtype == torch.float32
+            if self.segments == 1 or met:  # of two launches both have to begin alike
+                break
         fold = max(16, _power_of_2(self.segments)) if cut else 0  # a scan over fewer does not compile everywhere
-        if meets:  # no two threads read the same word: they might see it at different times
+        if met:  # no two threads read the same word: they might see it at different times
             fold = max(fold, 32 * self.tile.num_warps // self.tile.block_n)
-        self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if meets else None
+        self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if met else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
+        group = math.gcd(GROUP, self.tile.block_t) if time_contiguous and not actions else 1
+        alike = flat and group == GROUP and (self.segments == 1 or met)
+        self.skew = skew = self._skew(steps, chunks, ragged) if alike else 0
+        ragged = ragged and skew > 0
         strides, by_tensor = {}, {}
         for x, m, t in zip(tensors, merged, time_strides, strict=True):
             row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
             layout = (*(r // row_align for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
             key = layout, row_align, time_align
-            by_tensor[id(x)] = strides.setdefault(key, len(strides)), row_align, time_align
-        none = (0, 1, 1)
+            skewed = skew if t else 0
+            by_tensor[id(x)] = strides.setdefault(key, len(strides)), row_align, time_align, skewed, ragged and t > 0
+        none = (0, 1, 1, 0, False)
         layouts = tuple(by_tensor.get(id(x), none) for x in (*sources, *(() if summarise else outputs)))
-        group = math.gcd(GROUP, self.tile.block_t) if time_contiguous and not actions else 1
         hypers = sources[-len(spec.hypers) :] if spec.hypers else ()
         scalar = tuple(
             0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2 for h in hypers
@@ -300,7 +325,9 @@ class _Launch:
             spec.recurrences,
             spec.reverse,
             group,
-            math.gcd(
+            group
+            if skew
+            else math.gcd(
                 group, aligned, *(by_tensor[id(x)][1] for x, t in zip(tensors, time_strides, strict=True) if t == 1)
             ),
             1 if time_contiguous else self.tile.run,
@@ -311,12 +338,13 @@ class _Launch:
             summarise,
             fold,
             actions,
-            math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:])) if actions else 1,
+            math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:3])) if actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,
             wide,
             aligned,
+            skew,
             self.rows % self.tile.block_n == 0,
-            steps == self.segments * chunks * self.tile.block_t,
+            not skew and steps == self.segments * chunks * self.tile.block_t,
             stages,
             self.tile.block_n,
             self.tile.block_t,
@@ -324,6 +352,18 @@ class _Launch:
         self.strides = tuple(s for layout, *_ in strides for s in layout)
         self.alone = not cut or self.meetings is not None
         self.compiled = self._fire = None  # by the first launch
+
+    def _skew(self, steps, chunks, ragged) -> int:
+        """At multiples of which place in memory chunks begin, not with a row: 0 where they begin with it.
+
+        Rows whose lengths are no multiple of what memory gives at once start anywhere in it.
+        """
+        chunks *= self.segments
+        for skew in (SECTOR, GROUP) if ragged or chunks > 1 and steps % GROUP == 0 else ():
+            within = math.gcd(skew, steps)
+            if within < skew and steps + skew - within <= chunks * self.tile.block_t:
+                return skew
+        return 0
 
     def __call__(self, sources, outputs, before, initial):
         if self.compiled is None or self.device.type != "cuda":

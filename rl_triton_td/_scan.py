@@ -6,7 +6,8 @@ fewer rows than the device has room for, a row is cut into segments. A segment o
 programs tell each other what their segments do to what enters them (``MEETING``), so that memory is read once; with
 longer segments the same kernel first summarises each (``SUMMARISE``), then runs again. Either way a program folds the
 summaries that lead up to its segment (``FOLD``). Where rows lie side by side, a thread takes steps in a row (``RUN``),
-scans them in its registers, and only runs are scanned across threads.
+scans them in its registers, and only runs are scanned across threads. Rows one after another whose length is no
+multiple of what memory gives at once start anywhere in their first chunk (``SKEW``), which begins where it is read best.
 """
 
 from __future__ import annotations
@@ -75,12 +76,16 @@ def met(meeting, n, valid_row, order, S, epoch, runs, entering, RECURRENCES: tl.
 def offset(strides, INDEX: tl.constexpr, rows, t, LAYOUTS: tl.constexpr):
     """Where source or output ``INDEX`` keeps times ``t``; ``rows``: the indices of the row dimensions, outer first.
 
-    Strides come divided by a power of two: multiplying by a constant tells the compiler what it may load at once.
+    Strides come divided by a power of two: multiplying by a constant tells the compiler what it may load at once. With
+    a ``SKEW``, times count from the last place before the row that it divides.
     """
     LAYOUT: tl.constexpr = LAYOUTS[INDEX][0]
     ROW_ALIGN: tl.constexpr = LAYOUTS[INDEX][1]
     TIME_ALIGN: tl.constexpr = LAYOUTS[INDEX][2]
+    SKEW: tl.constexpr = LAYOUTS[INDEX][3]
     row = rows[0] * strides[4 * LAYOUT]
+    if SKEW:
+        return (row * ROW_ALIGN // SKEW * SKEW)[:, None] + t
     if strides[4 * LAYOUT + 1] is not None:
         row += rows[1] * strides[4 * LAYOUT + 1]
     if strides[4 * LAYOUT + 2] is not None:
@@ -226,6 +231,15 @@ def rotate(x, SHIFT: tl.constexpr):
 
 
 @jit
+def outermost(bounds, SHIFT: tl.constexpr = 0):
+    """Of each ``GROUP`` neighbours, whether some and whether all lie within a row."""
+    valid_row = bounds[0][:, None]
+    group = bounds[3] + SHIFT
+    some = valid_row & (group + 3 >= bounds[1]) & (group < bounds[2])
+    return some, valid_row & (group >= bounds[1]) & (group + 3 < bounds[2])
+
+
+@jit
 def read(
     sources,
     strides,
@@ -236,13 +250,20 @@ def read(
     inside,
     KIND: tl.constexpr,
     LAYOUTS: tl.constexpr,
+    bounds=None,
+    GROUP: tl.constexpr = 1,
+    SHIFT: tl.constexpr = 0,
 ):
-    """What source ``INDEX`` holds at times ``t``, 0 where not ``inside``."""
-    place = sources[INDEX] + offset(strides, INDEX, rows, t, LAYOUTS)
+    """What source ``INDEX`` holds at times ``t + SHIFT``, 0 where not ``inside``."""
+    place = sources[INDEX] + offset(strides, INDEX, rows, t + SHIFT, LAYOUTS)
     if KIND >= 2:
         action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS), mask=inside, other=0)
         place += action.to(tl.int64) * action_stride
-    return tl.load(place, mask=inside, other=0)
+    if GROUP == 4 and LAYOUTS[INDEX][4]:
+        some, _ = outermost(bounds, SHIFT)
+        return tl.where(inside, tl.load(place, mask=some, other=0), 0)
+    else:
+        return tl.load(place, mask=inside, other=0)
 
 
 @jit
@@ -257,25 +278,29 @@ def load(
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,
     LAYOUTS: tl.constexpr,
-    SHIFT: tl.constexpr = 0,
-    T=0,
+    bounds=None,
     GROUP: tl.constexpr = 1,
+    SHIFT: tl.constexpr = 0,
 ):
-    """Source ``INDEX`` at times ``t + SHIFT``, 0 where not ``inside`` or, shifted, outside ``[0, T)``.
+    """Source ``INDEX`` at times ``t + SHIFT``, 0 where not ``inside`` or, shifted, outside its row.
 
-    ``KIND``: 0 a number, 1 a flag, 2 the number of the taken action, 3 its logarithm.
+    ``KIND``: 0 a number, 1 a flag, 2 the number of the taken action, 3 its logarithm. ``bounds``: whether there is such
+    a row, its first time, the time behind its last, and the first time of each ``GROUP`` that one load brings.
     """
     if SHIFT == 0:
-        value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS)
+        value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, bounds, GROUP)
     else:
-        there = inside & (t + SHIFT >= 0) & (t + SHIFT < T)
+        there = inside & (t + SHIFT >= bounds[1]) & (t + SHIFT < bounds[2])
         if GROUP == 4 and SHIFT * SHIFT == 1:
             # off by one nothing is aligned: three of four neighbours are in the thread's registers, the fourth is read
-            value = rotate(read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS), SHIFT)
+            value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, bounds, GROUP)
+            value = rotate(value, SHIFT)
             outer = t & 3 == (3 if SHIFT == 1 else 0)
             if KIND == 1:  # single bytes are not copied ahead, four are
-                there = inside & (t + 4 * SHIFT >= 0) & (t + 4 * SHIFT < T)
-                beside = read(sources, strides, action_stride, INDEX, rows, t + 4 * SHIFT, there, KIND, LAYOUTS)
+                there = bounds[0][:, None] & (t + 4 * SHIFT >= bounds[1]) & (t + 4 * SHIFT < bounds[2])
+                beside = read(
+                    sources, strides, action_stride, INDEX, rows, t, there, KIND, LAYOUTS, bounds, GROUP, 4 * SHIFT
+                )
                 value = tl.where(outer, rotate(beside, SHIFT), value)
             else:
                 beside = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there & outer, KIND, LAYOUTS)
@@ -334,7 +359,8 @@ def scan_kernel(
     R1,  # sizes of the second and third row dimension, or None
     R2,
     action_stride,
-    LAYOUTS: tl.constexpr,  # of each source and then each output: index, powers of two that divide row and time strides
+    LAYOUTS: tl.constexpr,  # of each source and then each output: index, powers of two that divide row and time
+    # strides, SKEW if any, whether four neighbours may lie in two rows
     KINDS: tl.constexpr,  # an input, as :func:`load` has them
     NEIGHBOURS: tl.constexpr,  # what is read at a neighbouring step: source, kind, shift
     BESIDE: tl.constexpr,  # where among them the successor, each input and each hyper is; None where it is not
@@ -358,6 +384,7 @@ def scan_kernel(
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,  # a time offset may pass 2^31
     ALIGN: tl.constexpr,  # power of two that divides T
+    SKEW: tl.constexpr,  # chunks begin where memory is read best, this many steps apart, rows anywhere; or 0
     WHOLE_ROWS: tl.constexpr,  # whether every program's rows all exist
     WHOLE_STEPS: tl.constexpr,  # whether every chunk's steps do
     STAGES: tl.constexpr,
@@ -379,6 +406,10 @@ def scan_kernel(
     else:
         rows = (n, n, n)
     T = T_QUOTIENT * ALIGN
+    first = 0
+    if SKEW:
+        first = ((n * T_QUOTIENT % (SKEW // ALIGN)).to(tl.int32) * ALIGN)[:, None]
+    end = first + T
     TURNED: tl.constexpr = GROUP if REVERSE else 1
 
     # where segments meet, those that a program waits for have a lower number: they have started
@@ -410,7 +441,8 @@ def scan_kernel(
     if RUN > 1:
         nth = nth % (BLOCK_T // RUN) * RUN + nth // (BLOCK_T // RUN)
     group = nth // GROUP * GROUP
-    step_of_lane = (BLOCK_T - GROUP - group if REVERSE else group) + nth % GROUP
+    group_of_lane = BLOCK_T - GROUP - group if REVERSE else group
+    step_of_lane = group_of_lane + nth % GROUP
 
     follows = tl.zeros((BLOCK_N,), tl.int32)  # whether a valid step lies beyond, and below what it holds
     if PAST_MASK == 2:
@@ -418,12 +450,12 @@ def scan_kernel(
         if WIDE:
             at = at.to(tl.int64)
         found_at = follows + at
-        while (at > -BLOCK_T) & (at < T) & (tl.sum((valid_row & (follows == 0)).to(tl.int32), 0) > 0):
+        while (at > -BLOCK_T) & (at < T + SKEW) & (tl.sum((valid_row & (follows == 0)).to(tl.int32), 0) > 0):
             time = at + step_of_lane
-            looked_at = valid_row[:, None] & (time >= 0) & (time < T)
+            looked_at = valid_row[:, None] & (time >= first) & (time < end)
             seen = load(sources, strides, action_stride, 5, rows, time, looked_at, 1, DTYPE, LAYOUTS)
-            nearest = tl.min(tl.where(seen, time, T), 1) if REVERSE else tl.max(tl.where(seen, time, -1), 1)
-            here = (follows == 0) & (nearest >= 0) & (nearest < T)
+            nearest = tl.min(tl.where(seen, time, T + SKEW), 1) if REVERSE else tl.max(tl.where(seen, time, -1), 1)
+            here = (follows == 0) & (nearest >= 0) & (nearest < T + SKEW)
             found_at = tl.where(here, nearest, found_at)
             follows = follows | here.to(tl.int32)
             at += BLOCK_T if REVERSE else -BLOCK_T
@@ -446,32 +478,35 @@ def scan_kernel(
         if WIDE:
             chunk = chunk.to(tl.int64)
         t = chunk * BLOCK_T + step_of_lane
-        inside = valid_row[:, None] & (tl.full((1, BLOCK_T), True, tl.int1) if WHOLE_STEPS else t < T)
+        bounds = (valid_row, first, end, chunk * BLOCK_T + group_of_lane)
+        inside = valid_row[:, None] & (tl.full((1, BLOCK_T), True, tl.int1) if WHOLE_STEPS else t < end)
+        if SKEW:
+            inside = inside & (t >= first)
 
         valid = inside
-        last = t == T - 1
+        last = t == end - 1
         if sources[5] is not None:
-            valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS)
+            valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
         if PAST_MASK:
             near: tl.constexpr = 1 if REVERSE else -1
-            found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, near, T, HELD)
+            found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD, near)
             if TRANSITION:
                 if REVERSE:
                     farthest = tl.max(tl.where(found, t, -1), 1)
                     last = (follows == 0)[:, None] & (t > farthest[:, None])
                     follows = follows | (farthest >= 0).to(tl.int32)
                 else:
-                    farthest = tl.min(tl.where(found, t, T), 1)
+                    farthest = tl.min(tl.where(found, t, T + SKEW), 1)
                     last = (follows == 0)[:, None] & (t < farthest[:, None])
-                    follows = follows | (farthest < T).to(tl.int32)
+                    follows = follows | (farthest < T + SKEW).to(tl.int32)
         elif sources[6] is not None:
-            last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS)
+            last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
         beside = ()
         held = ()
         for k in tl.static_range(len(NEIGHBOURS)):
             neighbour = load(
                 sources, strides, action_stride, NEIGHBOURS[k][0], rows, t, inside, NEIGHBOURS[k][1], DTYPE, LAYOUTS,
-                NEIGHBOURS[k][2], T, HELD,
+                bounds, HELD, NEIGHBOURS[k][2],
             )  # fmt: skip
             at_the_end = beyond[k]
             if PAST_MASK:
@@ -484,19 +519,23 @@ def scan_kernel(
 
         step = ()
         if TRANSITION:
-            terminated = load(sources, strides, action_stride, 1, rows, t, inside, 1, DTYPE, LAYOUTS)
-            done = load(sources, strides, action_stride, 0, rows, t, inside, 1, DTYPE, LAYOUTS) | terminated | last
+            terminated = load(sources, strides, action_stride, 1, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
+            done = (
+                load(sources, strides, action_stride, 0, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
+                | terminated
+                | last
+            )
             if ACTIONS:
                 next_value = expectation(
                     sources, strides, action_stride, rows, t, inside, ACTIONS, WIDTH, DTYPE, LAYOUTS
                 )
             elif sources[2] is not None:
-                next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS)
+                next_value = load(sources, strides, action_stride, 2, rows, t, inside, 0, DTYPE, LAYOUTS, bounds, HELD)
             else:
                 next_value = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
                 if BOOTSTRAP_BEHIND:  # one number a row
                     if sources[4] is not None:
-                        start = tl.zeros((1, 1), tl.int32)
+                        start = tl.zeros((1, 1), tl.int32) + first
                         next_value += load(
                             sources,
                             strides,
@@ -511,11 +550,15 @@ def scan_kernel(
                         )
                     next_value = tl.where(last, next_value, float("nan"))
                 elif sources[4] is not None:
-                    next_value = load(sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS)
+                    next_value = load(
+                        sources, strides, action_stride, 4, rows, t, inside, 0, DTYPE, LAYOUTS, bounds, HELD
+                    )
                 if BESIDE[0] is not None:
                     next_value = tl.where(done, next_value, beside[BESIDE[0]])
                 elif sources[3] is not None:
-                    successor = load(sources, strides, action_stride, 3, rows, t, inside, 0, DTYPE, LAYOUTS)
+                    successor = load(
+                        sources, strides, action_stride, 3, rows, t, inside, 0, DTYPE, LAYOUTS, bounds, HELD
+                    )
                     next_value = tl.where(done, next_value, successor)
             step = (done, tl.where(terminated, 0.0, next_value))
 
@@ -528,7 +571,8 @@ def scan_kernel(
             else:
                 tile += (
                     load(
-                        sources, strides, action_stride, STEP + k, rows, t, inside, KINDS[k], DTYPE, LAYOUTS
+                        sources, strides, action_stride, STEP + k, rows, t, inside, KINDS[k], DTYPE, LAYOUTS, bounds,
+                        HELD,
                     ),
                 )  # fmt: skip
         hypers = ()
@@ -541,8 +585,11 @@ def scan_kernel(
                 hypers += (beside[BESIDE[1 + INPUTS + k]],)
             else:
                 hypers += (
-                    load(sources, strides, action_stride, STEP + INPUTS + k, rows, t, inside, 0, DTYPE, LAYOUTS),
-                )
+                    load(
+                        sources, strides, action_stride, STEP + INPUTS + k, rows, t, inside, 0, DTYPE, LAYOUTS, bounds,
+                        HELD,
+                    ),
+                )  # fmt: skip
 
         maps = COEFFICIENTS(step, tile, hypers)
         x = ()
@@ -585,7 +632,12 @@ def scan_kernel(
                 if WANTED[k]:
                     place = outputs[k] + offset(strides, STEP + INPUTS + len(SCALAR) + k, rows, t, LAYOUTS)
                     solved = result[k] if sources[5] is None else tl.where(valid, result[k], 0.0)
-                    tl.store(place, solved, mask=inside)
+                    if LAYOUTS[STEP + INPUTS + len(SCALAR) + k][4]:
+                        _, all_inside = outermost(bounds)
+                        tl.store(place, solved, mask=all_inside)
+                        tl.store(place, solved, mask=inside & ~all_inside)
+                    else:
+                        tl.store(place, solved, mask=inside)
 
     if SUMMARISE:
         for k in tl.static_range(RECURRENCES):

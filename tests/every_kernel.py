@@ -14,7 +14,7 @@ import rl_triton_td.functional as F
 from rl_triton_td._launch import Tile, force_tile
 
 TILES = (None, Tile(1, 64, 2), Tile(4, 32, 4), Tile(2, 64, 4, 3), Tile(2, 32, 2, 1, 3))
-N, T, A = 5, 200, 6
+N, A = 5, 6
 
 
 def backward(function, *args, **kwargs) -> None:
@@ -25,6 +25,7 @@ def backward(function, *args, **kwargs) -> None:
 
 
 def calls(time_dim: int, dtype: torch.dtype, device: str):
+    T = 201 if dtype == torch.float32 else 200  # odd: what lies beside a row is read with it
     shape = (N, T) if time_dim else (T, N)
     g = torch.Generator().manual_seed(0)
 

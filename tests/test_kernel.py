@@ -101,6 +101,49 @@ def test_every_tile_gives_the_same_numbers(name, tile, N, T, time_major, device)
         agree(a, e, 2e-5, 2e-5, name)
 
 
+@pytest.mark.parametrize("name", ["gae_bootstrap", "gae_bootstrap_masked", "vtrace", "retrace", "trace", "recurrence"])
+@pytest.mark.parametrize(
+    "T, tile, skew",
+    [
+        pytest.param(100, Tile(1, 64, 1), 32, id="from a sector"),
+        pytest.param(100, Tile(2, 32, 1, 100), 32, id="from a sector, a segment for every chunk"),
+        pytest.param(101, Tile(2, 32, 1), 4, id="from a group"),
+        pytest.param(101, Tile(1, 32, 1, 100), 4, id="from a group, a segment for every chunk"),
+        pytest.param(63, Tile(4, 64, 1), 32, id="an odd length from a sector"),
+        pytest.param(61, Tile(4, 64, 1), 4, id="an odd length in one piece"),
+    ],
+)
+def test_rows_that_start_anywhere_in_memory(name, T, tile, skew, device):
+    """Chunks begin where memory is read best, so that one may hold the end of a row and what lies beside it."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    _launch._launches.clear()
+    x = rollout(5, T, seed=6, dtype=torch.float32)
+    beside = [i for i in range(5) if i != 2]
+    with force_tile(tile):
+        actual = run(name, x, False, device)
+        spoilt = {k: v.index_fill(0, torch.tensor(2), torch.nan) if v.is_floating_point() else v for k, v in x.items()}
+        others = run(name, spoilt, False, device)
+    assert {plan.skew for plan in _launch._launches.values()} == {skew}
+    for a, b, e in zip(actual, others, expected(name, x), strict=True):
+        agree(a, e, 2e-5, 2e-5, name)
+        agree(b[beside], e[beside], 2e-5, 2e-5, f"{name} beside NaN")
+
+
+def test_odd_rows_at_any_address(device):
+    """Of entries that begin between two places where a thread may read four numbers at once."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    x = rollout(5, 61, seed=7, dtype=torch.float32)
+
+    with force_tile(Tile(4, 64, 1)):
+        for entry in ("reward", "state_value", "done"):
+            moved = {k: v.to(device) for k, v in x.items()}
+            moved[entry] = torch.zeros(5 * 61 + 1, dtype=x[entry].dtype, device=device)[1:].view(5, 61).copy_(x[entry])
+            for a, e in zip(run("vtrace", moved, False, device), expected("vtrace", x), strict=True):
+                agree(a, e, 2e-5, 2e-5, entry)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gae", "vtrace"])
 def test_a_long_row_is_spread_over_the_device(name):
