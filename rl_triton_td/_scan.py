@@ -6,8 +6,8 @@ fewer rows than the device has room for, a row is cut into segments. A segment o
 programs tell each other what their segments do to what enters them (``MEETING``), so that memory is read once; with
 longer segments the same kernel first summarises each (``SUMMARISE``), then runs again. Either way a program folds the
 summaries that lead up to its segment (``FOLD``). Where rows lie side by side, a thread takes steps in a row (``RUN``),
-scans them in its registers, and only runs are scanned across threads. Rows one after another whose length is no
-multiple of what memory gives at once start anywhere in their first chunk (``SKEW``), which begins where it is read best.
+scans them in its registers, and only runs are scanned across threads. Where they lie one after another and their length
+is no multiple of what memory gives at once, chunks begin where it is read best, and rows anywhere in them (``SKEW``).
 """
 
 from __future__ import annotations

@@ -77,6 +77,11 @@ def calls(time_dim: int, dtype: torch.dtype, device: str):
     column = [x.unsqueeze(-1) for x in (log_mu, reward, done, terminated)]
     yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, next_pi, q, next_q, action, *column, **rest)
 
+    shape = (2, 5001) if time_dim else (5001, 2)  # rows cut into segments, which meet where arithmetic is float32
+    values, done = [series() for _ in range(3)], torch.rand(shape, generator=g).to(device) < 0.01
+    yield partial(F.generalized_advantage_estimate, 0.99, 0.95, *values, done, done, **rest)
+    yield partial(F.vtrace_advantage_estimate, 0.99, *values[:2], *values, done, done, **rest)
+
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
