@@ -246,7 +246,7 @@ class _Launch:
             flat
             and steps % GROUP > 0
             and not any(x.element_size() > 4 or x.data_ptr() & 15 for x, _ in moving.values())
-            and _worth_reading_beside(self.rows, steps, _multiprocessors(device))
+            and (tile is not None or _worth_reading_beside(self.rows, steps, _multiprocessors(device)))
         )
         self.tile = tile or tile_plan(
             self.rows,
