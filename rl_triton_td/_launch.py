@@ -62,7 +62,7 @@ def tile_plan(
     masked: bool = False,
     shifted: int = 0,
     actions: int = 0,
-    ragged: bool = False,
+    late: int = 0,
     step_bytes: int = 0,
     multiprocessors: int = 132,
 ) -> Tile:
@@ -73,10 +73,10 @@ def tile_plan(
         masked: steps look for the nearest valid one.
         shifted: how many numbers of a step are read at its neighbour.
         actions: how many values stand for one step.
-        ragged: neighbours that are read at once may be of two rows, of which a tile holds the ends.
+        late: by how many steps a row may begin after the place where its tile does.
         step_bytes: what is read and written at one step.
     """
-    steps += (GROUP - 1) * ragged
+    steps += late
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
     enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
     light, room = step_bytes <= 10, _power_of_2(steps)
@@ -93,7 +93,7 @@ def tile_plan(
         small, short = shifted > 2 or masked and exclusive, light and not masked
         block_n, block_t = max(1, 1024 // room), room // 8
         block_t = max(min(block_t, 128), room // 16) if small else min(block_t, 256) if short else block_t
-        warps = 1 if small or short else room // (1024 if masked or exclusive or ragged else 2048)
+        warps = 1 if small or short else room // (1024 if masked or exclusive or late else 2048)
     elif time_contiguous:
         many = rows >= 8 * multiprocessors
         if steps > 4096:
@@ -108,8 +108,8 @@ def tile_plan(
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        dense = exclusive or masked or shifted and many or block_t <= 128 or few or ragged and not light
-        wide = light and block_t > 512 and steps <= block_t and not ragged
+        dense = exclusive or masked or shifted and many or block_t <= 128 or few or late and not light
+        wide = light and block_t > 512 and steps <= block_t and not late
         warps = block_n * block_t // (128 if dense else 512 if wide else 256)
         warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
@@ -138,9 +138,11 @@ def tile_plan(
     return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1)
 
 
-def _worth_reading_beside(rows: int, steps: int, multiprocessors: int) -> bool:
-    """Whether rows of odd length are read in groups, also where the longest tile for one has no room for its ends."""
-    return steps + GROUP - 1 <= _power_of_2(steps) or steps > 2048 or rows >= 32 * multiprocessors
+def _late(rows: int, steps: int, multiprocessors: int) -> int:
+    """By how many steps a row may begin after the place where neighbours are read at once, were it worth that."""
+    late = GROUP - math.gcd(GROUP, steps)
+    fits = steps + late <= _power_of_2(steps)  # the shortest tile that holds such a row
+    return late if steps >= 64 and (fits or steps > 2048 or rows >= 32 * multiprocessors) else 0
 
 
 def _power_of_2(n: int) -> int:
@@ -238,16 +240,17 @@ class _Launch:
         time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
         policy = sources[HEAD.index("next_policy")]
         actions = 0 if policy is None else policy.shape[-1]
-        moving = {id(x): (x, m) for x, m, t in zip(tensors, merged, time_strides, strict=True) if t}
-        step_bytes = sum(x.element_size() for x, _ in moving.values())
-        # rows that follow one another, and whether of neighbours that are read at once some may be of the next row
-        flat = not actions and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving.values())
-        odd = (
-            flat
-            and steps % GROUP > 0
-            and not any(x.element_size() > 4 or x.data_ptr() & 15 for x, _ in moving.values())
-            and (tile is not None or _worth_reading_beside(self.rows, steps, _multiprocessors(device)))
-        )
+        entries = enumerate((*sources, *(() if summarise else outputs)))
+        entries = (x for i, x in entries if isinstance(x, Tensor) and x.ndim and twins.get(i, i) == i)
+        step_bytes = sum(x.element_size() for x in entries if x.stride(time_dim))
+        moving = [(x, m) for x, m, t in zip(tensors, merged, time_strides, strict=True) if t]
+        # whether rows follow one another, of numbers that may be read together with those beside a row
+        flat = time_contiguous and not actions
+        flat = flat and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving)
+        whole = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
+        late = 0
+        if whole:
+            late = GROUP - math.gcd(GROUP, steps) if tile else _late(self.rows, steps, _multiprocessors(device))
         self.tile = tile or tile_plan(
             self.rows,
             steps,
@@ -259,14 +262,14 @@ class _Launch:
                 for i in _reads(spec)[0]
             ),
             actions=actions,
-            ragged=odd,
+            late=late,
             step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
         )
         held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
         stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held))
-        for ragged in dict.fromkeys((odd, False)):
-            chunks = -(-(steps + (GROUP - 1) * ragged) // self.tile.block_t)
+        for self.late in dict.fromkeys((late, 0)):
+            chunks = -(-(steps + self.late) // self.tile.block_t)
             self.segments = min(self.tile.segments, chunks)
             chunks = -(-chunks // self.segments)
             cut = self.segments > 1 and spec.recurrences > 0 and not summarise
@@ -281,8 +284,8 @@ class _Launch:
         aligned = math.gcd(16, steps)
         group = math.gcd(GROUP, self.tile.block_t) if time_contiguous and not actions else 1
         alike = flat and group == GROUP and (self.segments == 1 or met)
-        self.skew = skew = self._skew(steps, chunks, ragged) if alike else 0
-        ragged = ragged and skew > 0
+        self.skew = skew = self._skew(steps, chunks) if alike else 0
+        ragged = self.late > 0 and skew > 0
         strides, by_tensor = {}, {}
         for x, m, t in zip(tensors, merged, time_strides, strict=True):
             row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
@@ -307,7 +310,7 @@ class _Launch:
                 neighbours.append(read)
             beside.append(neighbours.index(read) if there else None)
         past_mask = sources[HEAD.index("mask")] is not None and not masked and (spec.transition or bool(neighbours))
-        wide = steps * max([1, *time_strides]) >= INT32
+        wide = (self.segments * chunks * self.tile.block_t + skew) * max([1, *time_strides]) >= INT32
         self.tail = (
             self.rows,
             steps // aligned,
@@ -353,13 +356,14 @@ class _Launch:
         self.alone = not cut or self.meetings is not None
         self.compiled = self._fire = None  # by the first launch
 
-    def _skew(self, steps, chunks, ragged) -> int:
+    def _skew(self, steps, chunks) -> int:
         """At multiples of which place in memory chunks begin, not with a row: 0 where they begin with it.
 
         Rows whose lengths are no multiple of what memory gives at once start anywhere in it.
         """
         chunks *= self.segments
-        for skew in (SECTOR, GROUP) if ragged or chunks > 1 and steps % GROUP == 0 else ():
+        worth = self.late or self.rows > 1 and chunks > 1 and steps % GROUP == 0
+        for skew in (SECTOR, GROUP) if worth else ():
             within = math.gcd(skew, steps)
             if within < skew and steps + skew - within <= chunks * self.tile.block_t:
                 return skew

@@ -254,7 +254,11 @@ def read(
     GROUP: tl.constexpr = 1,
     SHIFT: tl.constexpr = 0,
 ):
-    """What source ``INDEX`` holds at times ``t + SHIFT``, 0 where not ``inside``."""
+    """What source ``INDEX`` holds at times ``t + SHIFT``, 0 where not ``inside``.
+
+    A ``GROUP`` of which some are within the row is read whole: behind the last row up to three numbers of the same 16
+    bytes, which are not looked at.
+    """
     place = sources[INDEX] + offset(strides, INDEX, rows, t + SHIFT, LAYOUTS)
     if KIND >= 2:
         action = tl.load(sources[7] + offset(strides, 7, rows, t, LAYOUTS), mask=inside, other=0)
@@ -491,14 +495,9 @@ def scan_kernel(
             near: tl.constexpr = 1 if REVERSE else -1
             found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD, near)
             if TRANSITION:
-                if REVERSE:
-                    farthest = tl.max(tl.where(found, t, -1), 1)
-                    last = (follows == 0)[:, None] & (t > farthest[:, None])
-                    follows = follows | (farthest >= 0).to(tl.int32)
-                else:
-                    farthest = tl.min(tl.where(found, t, T + SKEW), 1)
-                    last = (follows == 0)[:, None] & (t < farthest[:, None])
-                    follows = follows | (farthest < T + SKEW).to(tl.int32)
+                farthest = tl.max(tl.where(found, t, -1), 1)  # transitions run backward
+                last = (follows == 0)[:, None] & (t > farthest[:, None])
+                follows = follows | (farthest >= 0).to(tl.int32)
         elif sources[6] is not None:
             last = load(sources, strides, action_stride, 6, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
         beside = ()

@@ -111,6 +111,7 @@ def test_every_tile_gives_the_same_numbers(name, tile, N, T, time_major, device)
         pytest.param(101, Tile(1, 32, 1, 100), 4, id="from a group, a segment for every chunk"),
         pytest.param(63, Tile(4, 64, 1), 32, id="an odd length from a sector"),
         pytest.param(61, Tile(4, 64, 1), 4, id="an odd length in one piece"),
+        pytest.param(62, Tile(4, 64, 1), 4, id="an even length in one piece"),
     ],
 )
 def test_rows_that_start_anywhere_in_memory(name, T, tile, skew, device):
