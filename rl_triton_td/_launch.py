@@ -90,10 +90,10 @@ def tile_plan(
         and (steps < (0.9 if light else 0.7) * room or steps > 2048 and (light or shifted > 2))
         and rows * max(1, room // 2048) >= 32 * multiprocessors
     ):  # piece by piece: what would be left empty of a longer tile costs more than the turns of a loop
-        small, short = shifted > 2 or masked and exclusive, light and not masked
+        small, bare = shifted > 2 or masked and exclusive, light and not masked
         block_n, block_t = max(1, 1024 // room), room // 8
-        block_t = max(min(block_t, 128), room // 16) if small else min(block_t, 256) if short else block_t
-        warps = 1 if small or short else room // (1024 if masked or exclusive or late else 2048)
+        block_t = max(min(block_t, 128), room // 16) if small else min(block_t, 256) if bare else block_t
+        warps = 1 if small or bare else room // (1024 if masked or exclusive or late else 2048)
     elif time_contiguous:
         many = rows >= 8 * multiprocessors
         if steps > 4096:
@@ -139,7 +139,7 @@ def tile_plan(
 
 
 def _late(rows: int, steps: int, multiprocessors: int) -> int:
-    """By how many steps a row may begin after the place where neighbours are read at once, were it worth that."""
+    """By how many steps a row may begin after the place where neighbours are read at once; 0 where those are not."""
     late = GROUP - math.gcd(GROUP, steps)
     fits = steps + late <= _power_of_2(steps)  # the shortest tile that holds such a row
     return late if steps >= 64 and (fits or steps > 2048 or rows >= 32 * multiprocessors) else 0
@@ -244,12 +244,12 @@ class _Launch:
         entries = (x for i, x in entries if isinstance(x, Tensor) and x.ndim and twins.get(i, i) == i)
         step_bytes = sum(x.element_size() for x in entries if x.stride(time_dim))
         moving = [(x, m) for x, m, t in zip(tensors, merged, time_strides, strict=True) if t]
-        # whether rows follow one another, of numbers that may be read together with those beside a row
-        flat = time_contiguous and not actions
-        flat = flat and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving)
-        whole = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
+        grouped = time_contiguous and not actions
+        # whether rows follow one another, and whether numbers may be read together with those beside a row
+        flat = grouped and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving)
+        together = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
         late = 0
-        if whole:
+        if together:
             late = GROUP - math.gcd(GROUP, steps) if tile else _late(self.rows, steps, _multiprocessors(device))
         self.tile = tile or tile_plan(
             self.rows,
@@ -282,7 +282,7 @@ class _Launch:
         self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if met else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
-        group = math.gcd(GROUP, self.tile.block_t) if time_contiguous and not actions else 1
+        group = math.gcd(GROUP, self.tile.block_t) if grouped else 1
         alike = flat and group == GROUP and (self.segments == 1 or met)
         self.skew = skew = self._skew(steps, chunks) if alike else 0
         ragged = self.late > 0 and skew > 0

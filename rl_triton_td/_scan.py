@@ -156,13 +156,6 @@ def moved(x):
 
 
 @jit
-def scan_exclusive(u, w):
-    """Compositions of all maps up to each along dimension 1, and of those before it."""
-    nothing = tl.zeros(u.shape, u.dtype)
-    return tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
-
-
-@jit
 def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
     """Compositions of the maps of a tile along time: ``(maps, runs)``.
 
@@ -174,7 +167,8 @@ def scan_steps(u, w, EXCLUSIVE: tl.constexpr, RUN: tl.constexpr):
         u = tl.reshape(u, (u.shape[0], RUN, u.shape[1] // RUN))
         w = tl.reshape(w, (w.shape[0], RUN, w.shape[1] // RUN))
     if EXCLUSIVE:
-        maps = scan_exclusive(u, w)
+        nothing = tl.zeros(u.shape, u.dtype)
+        maps = tl.associative_scan((u, w, nothing, nothing + 1.0), 1, compose_exclusive)
     else:
         maps = tl.associative_scan((u, w), 1, compose)
     runs = maps
@@ -232,7 +226,7 @@ def rotate(x, SHIFT: tl.constexpr):
 
 @jit
 def outermost(bounds, SHIFT: tl.constexpr = 0):
-    """Of each ``GROUP`` neighbours, whether some and whether all lie within a row."""
+    """Of each four neighbours, a ``GROUP``, whether some and whether all lie within a row."""
     valid_row = bounds[0][:, None]
     group = bounds[3] + SHIFT
     some = valid_row & (group + 3 >= bounds[1]) & (group < bounds[2])

@@ -136,13 +136,15 @@ def test_odd_rows_at_any_address(device):
     if device == "cpu" and not INTERPRET:
         pytest.skip("the CPU path has no tiles")
     x = rollout(5, 61, seed=7, dtype=torch.float32)
-
     with force_tile(Tile(4, 64, 1)):
         for entry in ("reward", "state_value", "done"):
+            _launch._launches.clear()
             moved = {k: v.to(device) for k, v in x.items()}
             moved[entry] = torch.zeros(5 * 61 + 1, dtype=x[entry].dtype, device=device)[1:].view(5, 61).copy_(x[entry])
             for a, e in zip(run("vtrace", moved, False, device), expected("vtrace", x), strict=True):
                 agree(a, e, 2e-5, 2e-5, entry)
+            (plan,) = _launch._launches.values()
+            assert plan.skew == 0, entry
 
 
 @pytest.mark.gpu
