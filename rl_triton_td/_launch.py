@@ -277,8 +277,9 @@ class _Launch:
             if self.segments == 1 or met:  # of two launches both have to begin alike
                 break
         fold = max(16, _power_of_2(self.segments)) if cut else 0  # a scan over fewer does not compile everywhere
-        if met:  # no two threads read the same word: they might see it at different times
-            fold = max(fold, 32 * self.tile.num_warps // self.tile.block_n)
+        if met:  # no two threads that decide together read the same word: they might see it at different times
+            by_warp = self.tile.block_n == 1 and fold <= 32  # every warp reads them all, and goes on when it has
+            fold = 32 if by_warp else max(fold, 32 * self.tile.num_warps // self.tile.block_n)
         self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if met else None
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)

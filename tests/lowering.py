@@ -7,6 +7,7 @@ compilation. Tensors are on the meta device: shapes and strides are all that a p
 import io
 import itertools
 import json
+import math
 import re
 from contextlib import redirect_stdout
 
@@ -139,22 +140,34 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
             "parameters": re.findall(r"\.param \.(\w+)", re.search(r"\.entry[^(]*\(([^)]*)\)", kernel.asm["ptx"])[1]),
             "shuffles": kernel.asm["ptx"].count("shfl.sync"),
             "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
-            "told_apart": _told_apart(kernel.asm["ttgir"]),
+            "told_apart": _told_apart(kernel.asm["ttgir"], kernel.asm["ptx"]),
         }  # fmt: skip
 
 
-def _told_apart(ttgir) -> bool:
-    """Whether of the words that a program waits for every one is read by one thread."""
-    for rows, columns, layout in re.findall(r"isVolatile = true.*?tensor<(\d+)x(\d+)x!tt\.ptr<i64>, (#\w+)>", ttgir):
+def _told_apart(ttgir, ptx) -> bool:
+    """Whether of the words that a program waits for every one is read by one thread, or by one in each warp that then
+    waits alone."""
+    waits_together = any("ld.volatile" in loop and "bar.sync" in loop for loop in _loops(ptx))
+    for *tile, layout in re.findall(r"isVolatile = true.*?tensor<(\d+)x(\d+)x!tt\.ptr<i64>, (#\w+)>", ttgir):
         spread = re.search(rf"^{layout} = #ttg\.blocked<(.*)>$", ttgir, re.M)[1]
         per_thread, lanes, warps = (
             [int(x) for x in re.search(rf"{name} = \[(\d+), (\d+)\]", spread).groups()]
             for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
         )
-        held = [a * b * c for a, b, c in zip(per_thread, lanes, warps, strict=True)]
-        if held[0] > int(rows) or held[1] > int(columns):
-            return False
+        for size, *held in zip(map(int, tile), per_thread, lanes, warps, strict=True):
+            if math.prod(held[:2]) > size or math.prod(held) > size and waits_together:
+                return False
     return True
+
+
+def _loops(ptx):
+    """What lies between a label and the jumps back to it."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$")}
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bbra\S*\s+(\$\w+);", line)
+        if jump and labels.get(jump[1], i) < i:
+            yield "\n".join(lines[labels[jump[1]] : i])
 
 
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most

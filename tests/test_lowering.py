@@ -35,7 +35,7 @@ def test_shared_memory_is_enough(reports):
 
 
 def test_no_two_threads_wait_for_the_same_word(reports):
-    """They might see it at different times, and only one of them would go on."""
+    """They might see it at different times, and only one of them would go on: unless each waits alone."""
     assert all(r["told_apart"] for r in reports)
 
 
