@@ -22,6 +22,7 @@ SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have unde
 SCRATCH = 50 * 1024  # bytes that the rest of a program may need of it
 GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
 SECTOR = 32  # steps of which flags, and all that is wider, fill what memory gives at once
+STRING = 2048  # steps of rows that are taken as one, at most
 CROWDED = 48  # bytes of a step, from where longer tiles spill
 TIME_MAJOR = (
     # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 18, more, exclusive, masked, actions
@@ -38,13 +39,14 @@ ROW_DIMS = 3  # that the kernel indexes; a layout with more is launched slice by
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program holds at a time, and how many segments a row is cut into."""
+    """What one program holds at a time, how many segments a row is cut into, and how many rows are taken as one."""
 
     block_n: int
     block_t: int
     num_warps: int
     segments: int = 1
     num_stages: int = 1
+    strung: int = 1
 
     @property
     def run(self) -> int:
@@ -63,6 +65,7 @@ def tile_plan(
     shifted: int = 0,
     actions: int = 0,
     late: int = 0,
+    strung: int = 1,
     step_bytes: int = 0,
     multiprocessors: int = 132,
 ) -> Tile:
@@ -74,9 +77,10 @@ def tile_plan(
         shifted: how many numbers of a step are read at its neighbour.
         actions: how many values stand for one step.
         late: by how many steps a row may begin after the place where its tile does.
+        strung: how many rows, one behind the other, are taken as one.
         step_bytes: what is read and written at one step.
     """
-    steps += late
+    rows, steps = -(-rows // strung), strung * steps + late
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
     enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
     light, room = step_bytes <= 10, _power_of_2(steps)
@@ -135,7 +139,7 @@ def tile_plan(
         segments = chunks if chunks <= most else min(-(-8 * multiprocessors // programs), most)
         segments = -(-chunks // -(-chunks // segments))
     warps = max(1, min(warps, block_n * block_t // 32))
-    return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1)
+    return Tile(block_n, block_t, warps, segments, stages if chunks > segments else 1, strung)
 
 
 def _late(rows: int, steps: int, multiprocessors: int) -> int:
@@ -143,6 +147,28 @@ def _late(rows: int, steps: int, multiprocessors: int) -> int:
     late = GROUP - math.gcd(GROUP, steps)
     fits = steps + late <= _power_of_2(steps)  # the shortest tile that holds such a row
     return late if steps >= 64 and (fits or steps > 2048 or rows >= 32 * multiprocessors) else 0
+
+
+def _strung(rows: int, steps: int) -> int:
+    """How many rows, one behind the other, fill a tile: 1 where a row may as well have its own."""
+    least = GROUP // math.gcd(GROUP, steps)  # so that the next begins where memory is read best
+    best = max(range(least, 1 + STRING // steps, least), key=lambda k: _fill(k * steps), default=1)
+    return best if GROUP <= steps and least > 1 and best <= rows and _fill(best * steps) > 0.85 else 1
+
+
+def _fill(steps: int) -> float:
+    """How much of its tile a row takes."""
+    return steps / _power_of_2(steps)
+
+
+def _divisor(n: int) -> tuple[int, int]:
+    """What to multiply by and shift by to divide by ``n > 1``: ``umulhi(x, a) >> b == x // n`` for all x < 2^31.
+
+    Granlund and Montgomery 1994, "Division by invariant integers using multiplication", theorem 4.2.
+    """
+    bits = (n - 1).bit_length()
+    multiplier = -(-(1 << 31 + bits) // n)  # of 32 bits, passed as the signed number that has the same
+    return multiplier - (1 << 32 if multiplier >> 31 else 0), bits - 1
 
 
 def _power_of_2(n: int) -> int:
@@ -248,29 +274,40 @@ class _Launch:
         # whether rows follow one another, and whether numbers may be read together with those beside a row
         flat = grouped and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving)
         together = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
-        late = 0
-        if together:
+        each_row = sources[HEAD.index("bootstrap")] if behind else None  # alone may hold one number a row
+        still = (x for x, t in zip(tensors, time_strides, strict=True) if not t and x is not each_row)
+        strung = tile.strung if tile else _strung(self.rows, steps)
+        self.strung = together and 1 < strung <= self.rows and strung * steps % GROUP == 0
+        self.strung = self.strung and not any(any(x.stride()) for x in still)
+        own_mask = sources[HEAD.index("mask")] is not None and not masked
+        strung, late = strung if self.strung else 1, 0
+        if together and not self.strung:
             late = GROUP - math.gcd(GROUP, steps) if tile else _late(self.rows, steps, _multiprocessors(device))
         self.tile = tile or tile_plan(
             self.rows,
             steps,
             time_contiguous,
             exclusive=exclusive,
-            masked=sources[HEAD.index("mask")] is not None and not masked,
+            masked=own_mask,
             shifted=sum(
                 isinstance(sources[i], Tensor) and sources[i].ndim > 0 and sources[i].is_floating_point()
                 for i in _reads(spec)[0]
             ),
             actions=actions,
             late=late,
+            strung=strung,
             step_bytes=step_bytes,
             multiprocessors=_multiprocessors(device),
         )
+        row_steps, own_rows = steps, self.rows
+        self.rows, steps = -(-own_rows // strung), strung * steps
         held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
         stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held))
         for self.late in dict.fromkeys((late, 0)):
             chunks = -(-(steps + self.late) // self.tile.block_t)
             self.segments = min(self.tile.segments, chunks)
+            if self.strung and (own_mask or self.segments < chunks or not meets):
+                self.segments = 1
             chunks = -(-chunks // self.segments)
             cut = self.segments > 1 and spec.recurrences > 0 and not summarise
             met = meets and cut and chunks == 1 and dtype == torch.float32
@@ -284,11 +321,13 @@ class _Launch:
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
         aligned = math.gcd(16, steps)
         group = math.gcd(GROUP, self.tile.block_t) if grouped else 1
-        alike = flat and group == GROUP and (self.segments == 1 or met)
+        alike = flat and group == GROUP and (self.segments == 1 or met) and not self.strung
         self.skew = skew = self._skew(steps, chunks) if alike else 0
-        ragged = self.late > 0 and skew > 0
+        total = own_rows * row_steps if own_rows % strung else None
+        ragged = self.late > 0 and skew > 0 or total is not None  # four neighbours may lie in two rows
         strides, by_tensor = {}, {}
         for x, m, t in zip(tensors, merged, time_strides, strict=True):
+            m = [steps] if self.strung and t else m
             row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
             layout = (*(r // row_align for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
             key = layout, row_align, time_align
@@ -310,11 +349,12 @@ class _Launch:
             if there and read not in neighbours:
                 neighbours.append(read)
             beside.append(neighbours.index(read) if there else None)
-        past_mask = sources[HEAD.index("mask")] is not None and not masked and (spec.transition or bool(neighbours))
+        past_mask = own_mask and (spec.transition or bool(neighbours))
         wide = (self.segments * chunks * self.tile.block_t + skew) * max([1, *time_strides]) >= INT32
         self.tail = (
             self.rows,
             steps // aligned,
+            (row_steps, *_divisor(row_steps), strung, total) if self.strung else None,
             chunks,
             *(sizes[1:] + [None] * (2 - len(sizes[1:]))),
             policy.stride(-1) if actions else None,
@@ -347,8 +387,9 @@ class _Launch:
             wide,
             aligned,
             skew,
+            self.strung,
             self.rows % self.tile.block_n == 0,
-            not skew and steps == self.segments * chunks * self.tile.block_t,
+            not skew and total is None and steps == self.segments * chunks * self.tile.block_t,
             stages,
             self.tile.block_n,
             self.tile.block_t,

@@ -7,7 +7,8 @@ programs tell each other what their segments do to what enters them (``MEETING``
 longer segments the same kernel first summarises each (``SUMMARISE``), then runs again. Either way a program folds the
 summaries that lead up to its segment (``FOLD``). Where rows lie side by side, a thread takes steps in a row (``RUN``),
 scans them in its registers, and only runs are scanned across threads. Where they lie one after another and their length
-is no multiple of what memory gives at once, chunks begin where it is read best, and rows anywhere in them (``SKEW``).
+is no multiple of what memory gives at once, chunks begin where it is read best, and rows anywhere in them (``SKEW``);
+or several short ones are taken as one row, and the recurrence is cut where they meet (``STRUNG``).
 """
 
 from __future__ import annotations
@@ -283,7 +284,8 @@ def load(
     """Source ``INDEX`` at times ``t + SHIFT``, 0 where not ``inside`` or, shifted, outside its row.
 
     ``KIND``: 0 a number, 1 a flag, 2 the number of the taken action, 3 its logarithm. ``bounds``: whether there is such
-    a row, its first time, the time behind its last, and the first time of each ``GROUP`` that one load brings.
+    a row, its first time, the time behind its last, the first time of each ``GROUP`` that one load brings, and of rows
+    strung together whether a step is the first and whether the last of one.
     """
     if SHIFT == 0:
         value = read(sources, strides, action_stride, INDEX, rows, t, inside, KIND, LAYOUTS, bounds, GROUP)
@@ -305,6 +307,8 @@ def load(
                 value = tl.where(outer, beside, value)
         else:
             value = read(sources, strides, action_stride, INDEX, rows, t + SHIFT, there, KIND, LAYOUTS)
+        if len(bounds) > 4:
+            value = tl.where(bounds[4] if SHIFT < 0 else bounds[5], 0, value)
     if KIND == 1:
         value = value != 0
     else:
@@ -353,6 +357,8 @@ def scan_kernel(
     meeting,  # [N, 2 RECURRENCES, S] words, :func:`sealed` by the launch before; or None: segments do not meet
     N,
     T_QUOTIENT,  # T / ALIGN
+    string,  # of rows strung together: the steps of one, what to multiply and shift by to divide by them, of how many
+    # rows one is made, and how many steps all have, if fewer than N T; else None
     CHUNKS,  # a segment
     R1,  # sizes of the second and third row dimension, or None
     R2,
@@ -383,6 +389,7 @@ def scan_kernel(
     WIDE: tl.constexpr,  # a time offset may pass 2^31
     ALIGN: tl.constexpr,  # power of two that divides T
     SKEW: tl.constexpr,  # chunks begin where memory is read best, this many steps apart, rows anywhere; or 0
+    STRUNG: tl.constexpr,  # whether what is launched as a row is several, one behind the other
     WHOLE_ROWS: tl.constexpr,  # whether every program's rows all exist
     WHOLE_STEPS: tl.constexpr,  # whether every chunk's steps do
     STAGES: tl.constexpr,
@@ -408,6 +415,9 @@ def scan_kernel(
     if SKEW:
         first = ((n * T_QUOTIENT % (SKEW // ALIGN)).to(tl.int32) * ALIGN)[:, None]
     end = first + T
+    if STRUNG:
+        if string[4] is not None:
+            end = tl.minimum(string[4] - n * T, T).to(tl.int32)[:, None]
     TURNED: tl.constexpr = GROUP if REVERSE else 1
 
     # where segments meet, those that a program waits for have a lower number: they have started
@@ -422,7 +432,7 @@ def scan_kernel(
     carry_w = ()
     for k in tl.static_range(RECURRENCES):
         entering = tl.zeros((BLOCK_N,), DTYPE)
-        if initial is not None:
+        if initial is not None and not STRUNG:
             entering = tl.load(initial + n, mask=valid_row, other=0).to(DTYPE)
         if FOLD and meeting is None:
             nth = tl.arange(0, FOLD)[None, :]
@@ -467,6 +477,7 @@ def scan_kernel(
             )  # fmt: skip
             held_there = at_end(one.to(DTYPE))
         beyond += (held_there,)
+    ended = tl.zeros((BLOCK_N,), DTYPE)  # of rows strung together, whether one ends before a valid step follows
 
     for i in tl.range(CHUNKS, num_stages=STAGES):
         if REVERSE:
@@ -481,14 +492,28 @@ def scan_kernel(
         if SKEW:
             inside = inside & (t >= first)
 
-        valid = inside
         last = t == end - 1
+        edge = last
+        if STRUNG:
+            nth_row = tl.umulhi(bounds[3], string[1]) >> string[2]
+            step_of_row = t - nth_row * string[0]  # from there four neighbours are counted on, if in the next row too
+            last = step_of_row == string[0] - 1
+            edge = last if REVERSE else (step_of_row == 0) | (step_of_row == string[0])
+            if sources[5] is not None or not REVERSE:
+                nth_row += (step_of_row >= string[0]).to(tl.int32)
+            bounds = (valid_row, first, end, bounds[3], (step_of_row == 0) | (step_of_row == string[0]), last)
+        valid = inside
         if sources[5] is not None:
             valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
         if PAST_MASK:
             near: tl.constexpr = 1 if REVERSE else -1
             found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD, near)
-            if TRANSITION:
+            if STRUNG:
+                found = found | edge
+                if TRANSITION:
+                    none_follows, ended = latest(edge.to(DTYPE), found, ended, TURNED, RUN)
+                    last = none_follows != 0
+            elif TRANSITION:
                 farthest = tl.max(tl.where(found, t, -1), 1)  # transitions run backward
                 last = (follows == 0)[:, None] & (t > farthest[:, None])
                 follows = follows | (farthest >= 0).to(tl.int32)
@@ -527,7 +552,19 @@ def scan_kernel(
             else:
                 next_value = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
                 if BOOTSTRAP_BEHIND:  # one number a row
-                    if sources[4] is not None:
+                    if sources[4] is not None and STRUNG:
+                        row_stride = strides[4 * LAYOUTS[4][0]] * LAYOUTS[4][1]
+                        place = (sources[4] + n * (string[3] * row_stride))[:, None]
+                        if sources[5] is None:  # of four neighbours one at most is a row's last
+                            four = chunk * BLOCK_T + BLOCK_T - 4 - tl.arange(0, BLOCK_T // 4)[None, :] * 4
+                            of_row = tl.umulhi(four, string[1]) >> string[2]
+                            ends = valid_row[:, None] & (four < end) & ((of_row + 1) * string[0] <= four + 4)
+                            behind = tl.load(place + of_row * row_stride, mask=ends, other=0)[:, :, None]
+                            behind = tl.broadcast_to(behind, (BLOCK_N, BLOCK_T // 4, 4))
+                            next_value += tl.reshape(behind, (BLOCK_N, BLOCK_T)).to(DTYPE)
+                        else:
+                            next_value += tl.load(place + nth_row * row_stride, mask=last & valid, other=0).to(DTYPE)
+                    elif sources[4] is not None:
                         start = tl.zeros((1, 1), tl.int32) + first
                         next_value += load(
                             sources,
@@ -585,6 +622,9 @@ def scan_kernel(
                 )  # fmt: skip
 
         maps = COEFFICIENTS(step, tile, hypers)
+        enters = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
+        if STRUNG and initial is not None:
+            enters += tl.load((initial + n * string[3])[:, None] + nth_row, mask=edge & inside, other=0).to(DTYPE)
         x = ()
         x_next = ()
         if RECURRENCES == 0:
@@ -593,9 +633,13 @@ def scan_kernel(
         run = ()
         for k in tl.static_range(RECURRENCES):
             # what is no transition is the identity map
-            u = turn(tl.where(valid, maps[2 * k], 0.0).to(DTYPE), TURNED)
-            w = turn(tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE), TURNED)
-            maps_to, runs = scan_steps(u, w, EXCLUSIVE, RUN)
+            u = tl.where(valid, maps[2 * k], 0.0).to(DTYPE)
+            w = tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE)
+            if STRUNG and (
+                not TRANSITION or sources[5] is not None
+            ):  # of a transition that is last ``w`` is 0 as it is
+                u, w = tl.where(edge, apply(u, w, enters), u), tl.where(edge, 0.0, w)
+            maps_to, runs = scan_steps(turn(u, TURNED), turn(w, TURNED), EXCLUSIVE, RUN)
             scanned += (maps_to,)
             run += (runs,)
         if meeting is not None:
@@ -604,7 +648,8 @@ def scan_kernel(
         left_w = ()
         for k in tl.static_range(RECURRENCES):
             if EXCLUSIVE:
-                x_next += (turn(solve(scanned[k][2], scanned[k][3], run[k], carry[k], RUN), TURNED),)
+                beyond_step = turn(solve(scanned[k][2], scanned[k][3], run[k], carry[k], RUN), TURNED)
+                x_next += (tl.where(edge, enters, beyond_step) if STRUNG else beyond_step,)
             solution = solve(scanned[k][0], scanned[k][1], run[k], carry[k], RUN)
             x += (turn(solution, TURNED),)
             left += (leaving(run[k], carry[k]),)

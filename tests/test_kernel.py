@@ -131,20 +131,83 @@ def test_rows_that_start_anywhere_in_memory(name, T, tile, skew, device):
         agree(b[beside], e[beside], 2e-5, 2e-5, f"{name} beside NaN")
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "N, T, tile",
+    [
+        pytest.param(9, 62, Tile(1, 128, 1, strung=2), id="pairs, of which one has half"),
+        pytest.param(8, 31, Tile(2, 128, 2, strung=4), id="fours in one chunk"),
+        pytest.param(7, 61, Tile(1, 64, 1, strung=4), id="chunks in turn, an odd number of steps"),
+        pytest.param(6, 62, Tile(1, 32, 1, 100, strung=2), id="a segment for every chunk"),
+        pytest.param(30, 5, Tile(2, 64, 1, strung=12), id="shorter than two fours"),
+        pytest.param(40, 4, Tile(1, 64, 1, strung=9), id="as long as a four"),
+    ],
+)
+def test_rows_strung_together(name, N, T, tile, device):
+    """Several rows are taken as one, and nothing passes from one to the next."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    _launch._launches.clear()
+    x = rollout(N, T, seed=6, dtype=torch.float32)
+    one = N // 2
+    beside = [i for i in range(N) if i != one]
+    with force_tile(tile):
+        actual = run(name, x, False, device)
+        spoilt = {
+            k: v.index_fill(0, torch.tensor(one), torch.nan) if v.is_floating_point() else v for k, v in x.items()
+        }
+        others = run(name, spoilt, False, device)
+    assert all(plan.strung for plan in _launch._launches.values())
+    for a, b, e in zip(actual, others, expected(name, x), strict=True):
+        agree(a, e, 2e-5, 2e-5, name)
+        agree(b[beside], e[beside], 2e-5, 2e-5, f"{name} beside NaN")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_of_rows_strung_together_has_its_own_initial(reverse, device):
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    g = torch.Generator().manual_seed(0)
+    alpha, beta = (torch.randn(6, 31, 1, generator=g) for _ in range(2))
+    initial, mask = torch.randn(6, 1, generator=g), torch.rand(6, 31, 1, generator=g) < 0.7
+    for given in (None, mask):
+        wanted = reference.linear_recurrence(
+            alpha[..., 0],
+            beta[..., 0],
+            initial=initial[:, 0],
+            reverse=reverse,
+            mask=None if given is None else mask[..., 0],
+        )
+        with force_tile(Tile(1, 64, 1, strung=4)):
+            x = F.linear_recurrence(
+                alpha.to(device), beta.to(device), initial=initial.to(device), reverse=reverse,
+                mask=None if given is None else mask.to(device),
+            )  # fmt: skip
+        agree(x[..., 0], wanted, 2e-5, 2e-5, "recurrence")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 7, 255, 1000, 1001, 2**16 + 1, 2**24 - 1, 2**30 + 1])
+def test_a_multiplication_divides(n):
+    multiplier, shift = _launch._divisor(n)
+    assert -(2**31) <= multiplier < 2**31
+    for x in (0, 1, n - 1, n, n + 1, 2**31 // n * n - 1, 2**31 // n * n, 2**31 - 1):
+        assert (x * (multiplier % 2**32) >> 32) >> shift == x // n
+
+
 def test_odd_rows_at_any_address(device):
     """Of entries that begin between two places where a thread may read four numbers at once."""
     if device == "cpu" and not INTERPRET:
         pytest.skip("the CPU path has no tiles")
     x = rollout(5, 61, seed=7, dtype=torch.float32)
-    with force_tile(Tile(4, 64, 1)):
-        for entry in ("reward", "state_value", "done"):
+    for entry, strung in itertools.product(("reward", "state_value", "done"), (1, 4)):
+        with force_tile(Tile(4, 64, 1, strung=strung)):
             _launch._launches.clear()
             moved = {k: v.to(device) for k, v in x.items()}
             moved[entry] = torch.zeros(5 * 61 + 1, dtype=x[entry].dtype, device=device)[1:].view(5, 61).copy_(x[entry])
             for a, e in zip(run("vtrace", moved, False, device), expected("vtrace", x), strict=True):
                 agree(a, e, 2e-5, 2e-5, entry)
             (plan,) = _launch._launches.values()
-            assert plan.skew == 0, entry
+            assert plan.skew == 0 and not plan.strung, entry
 
 
 @pytest.mark.gpu
