@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,9 +80,28 @@ def test_bytes_are_those_of_the_declaration():
     assert registry.bytes_moved(row, registry.entries(row, 3, 5, dtype=torch.bfloat16)) == 3 * 5 * 12
 
 
+def test_rl_tritons_retrace_is_handed_what_ours_is():
+    """One policy for both states, the taken action's value picked before: the same memory, counted once."""
+    row, handed = registry.ROWS["retrace_taken"], []
+    d = registry.entries(row, 3, 5)
+    assert registry.bytes_moved(row, d) == 3 * 5 * (16 + 4 + 16 + 8 + 4 + 4 + 1 + 1 + 8)
+    given = row.arguments(d)
+    assert given["next_pi"] is given["pi"] is d["pi"] and given["action_values"] is d["action_value"]
+    peer = SimpleNamespace(compute_retrace=lambda *args: handed.extend(args) or (None, None))
+    row.rl_triton(peer, registry.flat(d))()
+    ours = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor)}
+    pi, mu, *same, terminated, truncated, _, _ = handed
+    assert {pi.data_ptr(), *(x.data_ptr() for x in same)} <= ours and len(same) == 4
+    torch.testing.assert_close(mu, d["log_mu"][..., 0].exp())
+    torch.testing.assert_close(terminated + truncated, d["done"][..., 0].float())
+
+
 def test_suites_name_what_exists():
     for suite in SUITES.values():
         assert set(suite.estimators) <= set(registry.ROWS) and set(suite.contenders) <= set(registry.CONTENDERS)
+    assert "retrace_taken" in SUITES["peers"].estimators
+    assert "retrace_from_action_values" not in SUITES["peers"].estimators
+    assert {"retrace_taken", "retrace_from_action_values"} <= set(SUITES["large"].estimators)
     assert len(SUITES["paper"].shapes) == 12 and len(SUITES["peers"].shapes) == 16
     assert len(SUITES["parallel"].shapes) == len(SUITES["classic"].shapes) == 20
 
