@@ -452,10 +452,18 @@ def _torchrl(row, d, prefix=""):
     return _call(row, function, d)
 
 
-@lru_cache(maxsize=1)  # the inputs of a case share a compiled function; the next case starts afresh
-def _compile(function, *key):
+@lru_cache(maxsize=1)
+def _compiled(*key):
     torch._dynamo.reset()
-    return torch.compile(function, dynamic=False)
+    return {}
+
+
+def _compile(function, *key):
+    """The inputs and contenders of a case share what is compiled; the next case starts afresh."""
+    compiled = _compiled(*key)
+    if function not in compiled:
+        compiled[function] = torch.compile(function, dynamic=False)
+    return compiled[function]
 
 
 def _torchrl_compiled(row, d):

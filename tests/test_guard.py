@@ -324,7 +324,7 @@ def test_time_on_the_device_is_that_of_a_copy(name, shape, ceiling):
 @pytest.mark.gpu
 def test_a_module_takes_little_longer_than_its_function():
     case = measure.Case(ROWS["gae"], Shape(4096, 128), "cuda")
-    figures = {way: case.measure(way, False, 120) for way in ("ours_out", "module_out")}
+    figures = dict(case.in_turn(("ours_out", "module_out"), False, 120))
     assert not any(f["note"] for f in figures.values()), figures
     ratio = figures["module_out"]["back_to_back_us"] / figures["ours_out"]["back_to_back_us"]
     print(f"ratio {ratio:.3f}")
