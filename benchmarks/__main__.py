@@ -88,11 +88,8 @@ def run(args) -> None:
         except torch.OutOfMemoryError as e:
             out["rows"].append({**about, "contender": None, "note": type(e).__name__})
             continue
-        for name in contenders:
-            left = args.budget - (time.monotonic() - started)
-            if left <= 0:
-                break
-            figures = case.measure(name, args.quick, min(args.limit, left))
+        left = args.budget - (time.monotonic() - started)
+        for name, figures in case.in_turn(contenders, args.quick, args.limit, left):
             out["rows"].append({**about, **ceiling, "contender": name, **figures})
             args.out.write_text(report.dumps(out))
         del case

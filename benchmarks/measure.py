@@ -21,6 +21,7 @@ from . import registry
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4}  # others: 3e-2
 SLOW_US = 2000  # from here on, fewer calls
+LARGE = 5e7  # bytes of inputs and outputs, from where one contender at a time holds memory
 
 
 class Wrong(Exception):
@@ -28,11 +29,11 @@ class Wrong(Exception):
 
 
 @contextmanager
-def time_limit(seconds: float):
-    """``TimeoutError`` after that long, where signals allow."""
+def time_limit(seconds: float, of: float):
+    """``TimeoutError`` after that long, what is left ``of`` a limit, where signals allow."""
 
     def stop(*_):
-        raise TimeoutError(f"more than {seconds:.0f} s")
+        raise TimeoutError(f"more than {of:.0f} s")
 
     previous, began = signal.signal(signal.SIGALRM, stop), time.monotonic()
     outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
@@ -118,42 +119,38 @@ def estimate_us(call, fresh, device) -> float:
     return best
 
 
-def full_call_us(call, fresh, device, medians=5, calls=50) -> float:
-    """Minimum of medians; each call synchronised, by CUDA events on a GPU and by the clock elsewhere."""
-    cuda, times = device.type == "cuda", []
+def full_call_us(call, fresh, device, calls=50) -> float:
+    """Median; each call synchronised, by CUDA events on a GPU and by the clock elsewhere."""
+    cuda, batch = device.type == "cuda", []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)
-    for _ in range(medians):
-        batch = []
-        for _ in range(calls):
-            x = fresh()
-            if cuda:
-                torch.cuda.synchronize(device)
-                start.record()
-                call(x)
-                end.record()
-                torch.cuda.synchronize(device)
-                batch.append(start.elapsed_time(end) * 1e3)
-            else:
-                at = time.perf_counter()
-                call(x)
-                batch.append((time.perf_counter() - at) * 1e6)
-        times.append(statistics.median(batch))
-    return min(times)
+    for _ in range(calls):
+        x = fresh()
+        if cuda:
+            torch.cuda.synchronize(device)
+            start.record()
+            call(x)
+            end.record()
+            torch.cuda.synchronize(device)
+            batch.append(start.elapsed_time(end) * 1e3)
+        else:
+            at = time.perf_counter()
+            call(x)
+            batch.append((time.perf_counter() - at) * 1e6)
+    return statistics.median(batch)
 
 
-def back_to_back_us(call, fresh, device, calls=200, repeats=3) -> float:
-    """Wall clock of a loop over ``calls``, synchronised at its end; the best of a few."""
-    times = []
-    for _ in range(repeats + 1):  # the first fills the allocator
+def back_to_back_us(call, fresh, device, calls=200) -> float:
+    """Wall clock of a loop over ``calls``, synchronised at its end."""
+    for _ in range(2):  # the first fills the allocator
         xs = [fresh() for _ in range(calls)]
         _synchronize(device)
         at = time.perf_counter()
         for x in xs:
             call(x)
         _synchronize(device)
-        times.append((time.perf_counter() - at) / calls * 1e6)
+        us = (time.perf_counter() - at) / calls * 1e6
         del xs
-    return min(times[1:])
+    return us
 
 
 def device_us(bound, repeats=5, calls=20) -> float:
@@ -255,11 +252,35 @@ class Case:
         call(fresh())
 
     def measure(self, name: str, quick: bool, limit: float) -> dict:
-        """The figures of a contender; those that it has not are ``None``, and ``note`` says why."""
-        result = dict.fromkeys(("device_us", "call_us", "back_to_back_us", "peak_extra_bytes", "error", "note"))
+        """The figures of a contender alone."""
+        return dict(self.in_turn((name,), quick, limit))[name]
+
+    def in_turn(self, names, quick: bool, limit: float, budget: float = math.inf):
+        """``(name, figures)`` of contenders; figures that one has not are ``None``, and ``note`` says why.
+
+        Of small inputs, calls are timed in turn, so that a slow moment of the host is one of all contenders. Each has
+        ``limit`` seconds, all have ``budget``: what has not begun by then is left out.
+        """
+        ends, limit = time.monotonic() + budget, min(limit, budget)
+        kinds = "device_us", "call_us", "back_to_back_us", "peak_extra_bytes", "error", "note"
+        for group in [names] if self.bytes < LARGE else [[name] for name in names]:
+            found, left = {name: dict.fromkeys(kinds) for name in group}, dict.fromkeys(group, limit)
+            running = {name: self._measure(name, quick, found[name]) for name in group}
+            while running:
+                for name, steps in tuple(running.items()):
+                    began = time.monotonic()
+                    if began >= ends and left[name] == limit:
+                        del found[name], running[name]
+                    elif not self._goes_on(steps, found[name], min(left[name], ends - began), limit):
+                        del running[name]
+                    left[name] -= time.monotonic() - began
+            yield from found.items()
+
+    def _goes_on(self, steps, result, seconds, limit) -> bool:
+        """Takes the next of ``steps``, if there is one."""
         try:
-            with time_limit(limit):
-                self._measure(registry.CONTENDERS[name], name, quick, result)
+            with time_limit(seconds, limit):
+                return next(steps, steps) is not steps
         except registry.Unavailable as e:
             result["note"] = f"unavailable: {e}"
         except Wrong as e:
@@ -268,21 +289,30 @@ class Case:
             result["note"] = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:160] if str(e).strip() else ''}"
         finally:
             gc.enable()
-        return result
+        return False
 
-    def _measure(self, contender, name, quick, result):
-        device = self.device
+    def _measure(self, name, quick, result):
+        """Makes a contender ready, then takes five rounds of times, then the rest: a step each."""
+        device, contender = self.device, registry.CONTENDERS[name]
         call, fresh = contender(self.row, self.d)
         result["error"] = self.check(call(fresh()), name)
         rough = estimate_us(call, fresh, device)
-        gc.disable()
         scale = min(1.0, SLOW_US / rough) * (0.2 if quick else 1)
         calls, medians = max(1 if rough > 1e5 else 3, int(50 * scale)), 5 if scale > 0.1 else 1
-        result["call_us"] = full_call_us(call, fresh, device, medians, calls)
         # every module call keeps its outputs until the loop's end
-        many = 200 if self.bytes < 5e7 else 20
+        many = 200 if self.bytes < LARGE else 20
         many, repeats = max(1 if rough > 1e5 else 3, int(many * scale)), 3 if scale > 0.1 else 1
-        result["back_to_back_us"] = back_to_back_us(call, fresh, device, many, repeats)
+        full, loops = [], []
+        for k in range(5):
+            yield
+            gc.disable()  # until the step's end: what is made ready may leave much behind
+            if k < medians:
+                full.append(full_call_us(call, fresh, device, calls))
+            if k < repeats:
+                loops.append(back_to_back_us(call, fresh, device, many))
+        result["call_us"], result["back_to_back_us"] = min(full), min(loops)
+        yield
+        gc.disable()
         if device.type != "cuda":
             return
         x = registry.like(self.d)

@@ -49,6 +49,7 @@ class Row:
     peer: str = ""  # rl-triton's row of the same inputs
     differs: tuple[str, ...] = ()  # outputs that rl-triton defines otherwise
     leaves: str = ""  # the row is the backward pass of the function: entries whose gradients are its outputs
+    passed: dict | None = None  # entry: the arguments that it is, where that is not the one of its name
 
     @property
     def forward(self) -> bool:
@@ -58,7 +59,8 @@ class Row:
     def arguments(self, d: dict) -> dict:
         """Of the function: hypers, entries, and ``next_state_value=None`` where it has to be said."""
         hypers = {"gamma": GAMMA, "lmbda": LMBDA} if self.hypers is None else self.hypers
-        given = {"bootstrap" if name == "behind" else name: x for name, x in d.items()}
+        passed = {"behind": ("bootstrap",), **(self.passed or {})}
+        given = {argument: x for name, x in d.items() for argument in passed.get(name, (name,))}
         lacks = "state_value" in d and "next_state_value" not in d
         return {**hypers, **({"next_state_value": None} if lacks else {}), **given}
 
@@ -216,11 +218,12 @@ def retrace_scan(d, scan):
 
 def retrace_actions_scan(d, scan):
     taken = d["action"][..., None]
+    if "action_value" not in d:
+        d = {**d, "action_value": d["action_values"].gather(-1, taken)[..., 0]}
     d = {
         **d,
         "log_pi": d["pi"].gather(-1, taken)[..., 0].log(),
-        "action_value": d["action_values"].gather(-1, taken)[..., 0],
-        "next_state_value": (d["next_pi"] * d["next_action_values"]).sum(-1),
+        "next_state_value": (d.get("next_pi", d["pi"]) * d["next_action_values"]).sum(-1),
     }
     return retrace_scan(d, scan)
 
@@ -269,8 +272,8 @@ def rlt_vtrace(rlt, d):
 
 def rlt_retrace(rlt, d):
     _, terminated, truncated, _ = _float_flags(d)
-    q = d["action_values"].gather(-1, d["action"][..., None])[..., 0]
-    given = (d["pi"], d["log_mu"].exp(), q, d["next_action_values"], d["action"], d["reward"], terminated, truncated)
+    pi, mu, q, next_q = d["pi"], d["log_mu"].exp(), d["action_value"], d["next_action_values"]
+    given = (pi, mu, q, next_q, d["action"], d["reward"], terminated, truncated)
     return lambda: rlt.compute_retrace(*given, GAMMA, LMBDA)[::-1]
 
 
@@ -325,6 +328,8 @@ _reward2go = partial(_return, function="reward2go", reference="reward_to_go", hy
                      scan=reward2go_scan, rl_triton=rlt_discounted_returns)  # fmt: skip
 _td_lambda = partial(_return, function="td_lambda_return_estimate", reference="td_lambda_return", scan=td_lambda_scan,
                      rl_triton=rlt_lambda_returns)  # fmt: skip
+_actions = partial(Row, function="retrace_from_action_values", reference="retrace_from_action_values",
+                   scan=retrace_actions_scan)  # fmt: skip
 _DENSE, _POLICY = "state_value next_state_value reward done terminated", " log_pi log_mu"
 
 ROWS = {
@@ -358,10 +363,12 @@ ROWS = {
         Row("retrace", "retrace_lambda_advantage_estimate", "retrace", scan=retrace_scan,
             reads="action_value next_state_value reward done terminated" + _POLICY,
             module=partial(rtd.RetraceEstimator, gamma=GAMMA, lmbda=LMBDA)),
-        # rl-triton's advantage has no continuation at cuts
-        Row("retrace_from_action_values", "retrace_from_action_values", "retrace_from_action_values",
-            reads="pi next_pi action_values next_action_values action log_mu reward done terminated",
-            scan=retrace_actions_scan, rl_triton=rlt_retrace, peer="retrace", differs=("advantage",)),
+        _actions("retrace_from_action_values",
+                 reads="pi next_pi action_values next_action_values action log_mu reward done terminated"),
+        # rl-triton takes one policy for both states; its advantage has no continuation at cuts
+        _actions("retrace_taken", reads="pi action_value next_action_values action log_mu reward done terminated",
+                 passed={"pi": ("pi", "next_pi"), "action_value": ("action_values",)}, rl_triton=rlt_retrace,
+                 peer="retrace", differs=("advantage",)),
         Row("eligibility_trace", "eligibility_trace", "eligibility_trace", "gradient done", ("trace",),
             scan=trace_scan, module=partial(rtd.EligibilityTrace, gamma=GAMMA, lmbda=LMBDA), rl_triton=rlt_traces,
             peer="eligibility_traces"),
@@ -416,7 +423,7 @@ def _ours(row, d, out=False):
     function = getattr(F, row.function)
     if not out:
         return _call(row, function, d)
-    if row.leaves or row.name == "retrace_from_action_values":
+    if row.leaves:
         raise Unavailable("takes no out")
     outputs, given = empty_outputs(row, d), row.arguments(d)
     given["out"] = outputs if len(outputs) > 1 else outputs[0]
@@ -445,10 +452,18 @@ def _torchrl(row, d, prefix=""):
     return _call(row, function, d)
 
 
-@lru_cache(maxsize=1)  # the inputs of a case share a compiled function; the next case starts afresh
-def _compile(function, *key):
+@lru_cache(maxsize=1)
+def _compiled(*key):
     torch._dynamo.reset()
-    return torch.compile(function, dynamic=False)
+    return {}
+
+
+def _compile(function, *key):
+    """The inputs and contenders of a case share what is compiled; the next case starts afresh."""
+    compiled = _compiled(*key)
+    if function not in compiled:
+        compiled[function] = torch.compile(function, dynamic=False)
+    return compiled[function]
 
 
 def _torchrl_compiled(row, d):

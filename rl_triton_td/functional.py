@@ -105,10 +105,12 @@ def _check(like_name: str, like: Tensor, **tensors: Tensor | None) -> None:
 
 def _expand(name: str, x: Tensor | None, like: Tensor, time: int) -> Tensor | None:
     """An entry that may lack the feature dimensions, or hold 1 there, with the shape of ``like``."""
-    if x is None or x.shape == like.shape:
+    if x is None:
         return x
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+    if x.shape == like.shape:
+        return x
     lead, features = like.shape[: time + 1], like.shape[time + 1 :]
     given = x.shape[time + 1 :]
     fits = len(given) in (0, len(features)) and all(g in (1, f) for g, f in zip(given, features))  # noqa: B905
@@ -881,11 +883,12 @@ def retrace_from_action_values(
     r"""Retrace(:math:`\lambda`) from values and probabilities of all ``A`` discrete actions.
 
     ``Q(s_t, a_t)`` and ``pi(a_t | s_t)`` are picked by the action's index, ``E_pi Q(s'_t, .)`` is the product of
-    ``next_pi`` and ``next_action_values`` summed over actions.
+    ``next_pi`` and ``next_action_values`` summed over actions. ``Q(s_t, a_t)`` may also come already picked.
 
     Args:
-        pi, action_values: probabilities and values of the actions at ``s_t``, ``[*B, T, A]``.
-        next_pi, next_action_values: the same at the state really reached.
+        pi: probabilities of the actions at ``s_t``, ``[*B, T, A]``.
+        next_pi, next_action_values: probabilities and values of the actions at the state really reached, likewise.
+        action_values: values of the actions at ``s_t``, likewise, or of the taken one alone, ``[*B, T, 1]``.
         action: index of the taken action, ``[*B, T, 1]`` or ``[*B, T]``, integer.
         log_mu: log-probability of the taken action under the behaviour policy, likewise; ``None`` with a trace that
             needs none.
@@ -897,22 +900,36 @@ def retrace_from_action_values(
     """
     if trace not in TRACES:
         raise ValueError(f"trace must be one of {TRACES}, got {trace!r}.")
-    _check("action_values", action_values, pi=pi, next_pi=next_pi, next_action_values=next_action_values)
-    if reward.shape != (*action_values.shape[:-1], 1):
+    _check("pi", pi, next_pi=next_pi, next_action_values=next_action_values)
+    _check("reward", reward, done=done, terminated=terminated)
+    if reward.shape != (*pi.shape[:-1], 1):
         raise ShapeError(
-            f"reward has shape {tuple(reward.shape)}, expected {(*action_values.shape[:-1], 1)}: that of action_values "
-            "with one number in place of the actions."
+            f"reward has shape {tuple(reward.shape)}, expected {(*pi.shape[:-1], 1)}: that of pi with one number in "
+            "place of the actions."
         )
-    if action.is_floating_point() or action.dtype == torch.bool:
-        raise TypeError(f"action must hold indices (an integer dtype), got {action.dtype}.")
+    if not isinstance(action_values, Tensor):
+        raise TypeError(f"action_values must be a tensor, got {type(action_values).__name__}.")
+    picked = action_values.shape == reward.shape
+    if not picked and action_values.shape != pi.shape:
+        raise ShapeError(
+            f"action_values has shape {tuple(action_values.shape)}, expected {tuple(pi.shape)} (values of all actions) "
+            f"or {tuple(reward.shape)} (the value of the taken one)."
+        )
+    alike = ("reward", reward) if picked else ("pi", pi)
+    _check(*alike, action_values=action_values)
+    if not isinstance(action, Tensor) or action.is_floating_point() or action.dtype == torch.bool:
+        dtype = getattr(action, "dtype", type(action).__name__)
+        raise TypeError(f"action must hold indices (an integer dtype), got {dtype}.")
+    for name, x in (("reward", reward), ("action", action)):
+        if x.device != pi.device:
+            raise ValueError(f"{name} is on {x.device}, pi on {pi.device}: they must share a device.")
     time = _time(time_dim, reward)
     action = _expand("action", action, reward, time)
-    _check("reward", reward, terminated=terminated, done=done)
     log_mu = _expand("log_mu", log_mu, reward, time)
     _check("reward", reward, log_mu=log_mu)
     if log_mu is None and trace in ("retrace", "importance_sampling"):
         raise ValueError(f"log_mu is None, and the trace {trace!r} is made of it.")
-    weighted = None if log_mu is None else pi
+    weighted, kind = None if log_mu is None else pi, 0 if picked else 2
     return evaluate(
         specs.RETRACE,
         (
@@ -928,7 +945,7 @@ def retrace_from_action_values(
         _outputs(out, specs.RETRACE.outputs, reward),
         time,
         like=reward,
-        choice=Choice(action, next_pi, (0, 2, 2, 3, 0, 3, 0)),
+        choice=Choice(action, next_pi, (0, kind, kind, 3, 0, 3, 0)),
         **_transition(None, next_action_values, done, terminated, None, mask, reward, time),
     )
 

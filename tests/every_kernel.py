@@ -75,7 +75,9 @@ def calls(time_dim: int, dtype: torch.dtype, device: str):
     pi, next_pi = series(A).softmax(-1), series(A).softmax(-1)
     action = torch.randint(0, A, (*shape, 1), generator=g).to(device)
     column = [x.unsqueeze(-1) for x in (log_mu, reward, done, terminated)]
+    taken = q.gather(-1, action)
     yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, next_pi, q, next_q, action, *column, **rest)
+    yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, pi, taken, next_q, action, *column, **rest)
 
     shape = (2, 5001) if time_dim else (5001, 2)  # rows cut into segments, which meet where arithmetic is float32
     values, done = [series() for _ in range(3)], torch.rand(shape, generator=g).to(device) < 0.01

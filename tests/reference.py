@@ -387,14 +387,19 @@ def retrace_from_action_values(
     terminated=None,
     **kwargs,
 ):
-    """Munos et al. 2016, eq. 4, the sum over actions written out; `[N, T, A]` entries hold one number an action."""
+    """Munos et al. 2016, eq. 4, the sum over actions written out; `[N, T, A]` entries hold one number an action.
+
+    `action_values` may be of the taken action alone, `[N, T]` or `[N, T, 1]`.
+    """
     N, T, A = pi.shape
+    if action_values.ndim == 2:
+        action_values = action_values[..., None]
     log_pi, q, expected = (torch.empty(N, T, dtype=torch.float64) for _ in range(3))
     for n, t in itertools.product(range(N), range(T)):
         a = int(action[n, t])
         p = float(pi[n, t, a])
         log_pi[n, t] = -INF if p == 0 else math.log(p)
-        q[n, t] = float(action_values[n, t, a])
+        q[n, t] = float(action_values[n, t, a if action_values.shape[-1] > 1 else 0])
         expected[n, t] = math.fsum(float(next_pi[n, t, i]) * float(next_action_values[n, t, i]) for i in range(A))
     return retrace(gamma, lmbda, log_pi, log_mu, q, expected, reward, done, terminated, **kwargs)
 

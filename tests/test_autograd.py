@@ -18,7 +18,7 @@ from conftest import INTERPRET, agree, rollout
 from rl_triton_td import adjoint, specs
 from rl_triton_td._launch import Tile, force_tile
 from rl_triton_td.specs import Spec, identity, jit, tl
-from test_functional import ESTIMATORS, SERIES, TRACES, arguments, computed, episodes
+from test_functional import ESTIMATORS, SERIES, TRACES, arguments, computed, episodes, picked_or_not
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 WITH_VALUES = [
@@ -113,9 +113,12 @@ def test_gradcheck_of_the_start_steps_discount(name):
 
 
 @pytest.mark.parametrize("trace", TRACES)
-def test_gradcheck_from_action_values(trace):
+@picked_or_not
+def test_gradcheck_from_action_values(trace, picked):
     x = rollout(N, T, seed=45, done=0.3)
     log_mu, *rest = (x[k].unsqueeze(-1) for k in ("log_mu", "reward", "done", "terminated"))
+    if picked:
+        x["action_values"] = x["action_values"].gather(-1, x["action"].unsqueeze(-1))
     leaves = [x[k].requires_grad_() for k in ("pi", "next_pi", "action_values", "next_action_values")]
     leaves += [log_mu.requires_grad_(), rest[0].requires_grad_()]
 

@@ -1,8 +1,11 @@
 """The benchmarks run, verify and report, on tiny CPU shapes."""
 
+import itertools
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +42,49 @@ def test_a_wrong_output_is_not_timed(monkeypatch):
     like = registry.like(case.d)
     figures = case.measure("wrong", True, 10)
     assert figures["note"].startswith("not timed") and figures["call_us"] is None
+
+
+def test_contenders_are_timed_in_turn(monkeypatch):
+    """One round of each before the next of any; of large inputs, one contender after the other."""
+    case, called, times = measure.Case(registry.ROWS["gae"], Shape(2, 5), "cpu"), [], itertools.count(20, -1)
+    outputs = registry.CONTENDERS["ours"](case.row, case.d)[0](None)
+    for name, seconds in (("first", 0), ("second", 0), ("slow", 0.15)):
+
+        def call(_, name=name, seconds=seconds):
+            called.append(name)
+            time.sleep(seconds)
+            return outputs
+
+        monkeypatch.setitem(registry.CONTENDERS, name, lambda row, d, call=call: (call, lambda: None))
+    monkeypatch.setattr(measure, "full_call_us", lambda *_: next(times))
+    figures = dict(case.in_turn(("first", "second"), True, 60))
+    assert [name for name, _ in itertools.groupby(called)] == ["first", "second"] * 4  # made ready, three loops
+    assert {name: f["call_us"] for name, f in figures.items()} == {"first": 12, "second": 11}  # of 20, 18, …; 19, 17, …
+    called.clear()
+
+    figures = dict(case.in_turn(("first", "nobody", "slow", "second"), True, 0.5))
+    assert list(figures) == ["first", "nobody", "slow", "second"]
+    assert figures["nobody"]["note"].startswith("KeyError") and figures["slow"]["note"].startswith("TimeoutError")
+    assert figures["slow"]["call_us"] is None and figures["second"]["back_to_back_us"] > 0
+    assert dict(case.in_turn(("first", "second"), True, 60, budget=0)) == {}
+    called.clear()
+
+    monkeypatch.setattr(measure, "LARGE", 0)
+    assert set(dict(case.in_turn(("first", "second"), True, 60))) == {"first", "second"}
+    assert [name for name, _ in itertools.groupby(called)] == ["first", "second"]
+
+
+def test_contenders_of_a_case_keep_what_they_compiled():
+    def one(x):
+        return x
+
+    def other(x):
+        return -x
+
+    first = registry._compile(one, "case")
+    assert registry._compile(other, "case") is not first and registry._compile(one, "case") is first
+    registry._compile(other, "another")
+    assert registry._compile(one, "case") is not first
 
 
 PLUGIN = """
@@ -79,9 +125,28 @@ def test_bytes_are_those_of_the_declaration():
     assert registry.bytes_moved(row, registry.entries(row, 3, 5, dtype=torch.bfloat16)) == 3 * 5 * 12
 
 
+def test_rl_tritons_retrace_is_handed_what_ours_is():
+    """One policy for both states, the taken action's value picked before: the same memory, counted once."""
+    row, handed = registry.ROWS["retrace_taken"], []
+    d = registry.entries(row, 3, 5)
+    assert registry.bytes_moved(row, d) == 3 * 5 * (16 + 4 + 16 + 8 + 4 + 4 + 1 + 1 + 8)
+    given = row.arguments(d)
+    assert given["next_pi"] is given["pi"] is d["pi"] and given["action_values"] is d["action_value"]
+    peer = SimpleNamespace(compute_retrace=lambda *args: handed.extend(args) or (None, None))
+    row.rl_triton(peer, registry.flat(d))()
+    ours = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor)}
+    pi, mu, *same, terminated, truncated, _, _ = handed
+    assert {pi.data_ptr(), *(x.data_ptr() for x in same)} <= ours and len(same) == 4
+    torch.testing.assert_close(mu, d["log_mu"][..., 0].exp())
+    torch.testing.assert_close(terminated + truncated, d["done"][..., 0].float())
+
+
 def test_suites_name_what_exists():
     for suite in SUITES.values():
         assert set(suite.estimators) <= set(registry.ROWS) and set(suite.contenders) <= set(registry.CONTENDERS)
+    assert "retrace_taken" in SUITES["peers"].estimators
+    assert "retrace_from_action_values" not in SUITES["peers"].estimators
+    assert {"retrace_taken", "retrace_from_action_values"} <= set(SUITES["large"].estimators)
     assert len(SUITES["paper"].shapes) == 12 and len(SUITES["peers"].shapes) == 16
     assert len(SUITES["parallel"].shapes) == len(SUITES["classic"].shapes) == 20
 

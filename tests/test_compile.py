@@ -20,7 +20,7 @@ import rl_triton_td
 import rl_triton_td.functional as F
 from conftest import INTERPRET, agree, rollout
 from test_autograd import gradients, is_number, rows, with_hypers
-from test_functional import ESTIMATORS, arguments, computed
+from test_functional import ESTIMATORS, arguments, computed, picked_or_not
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 operator = torch.ops.rl_triton_td.evaluate.default
@@ -150,7 +150,8 @@ def test_masks_bootstraps_and_outputs_given_compile(name, device):
         agree(a.squeeze(-1), b, 1e-5, 1e-5)
 
 
-def test_retrace_from_action_values_compiles(device):
+@picked_or_not
+def test_retrace_from_action_values_compiles(picked, device):
     x = {k: v.to(device) for k, v in rollout(3, 8, seed=63, dtype=torch.float32).items()}
     log_mu, reward, done, terminated = (rows(x[k]) for k in ("log_mu", "reward", "done", "terminated"))
 
@@ -158,6 +159,8 @@ def test_retrace_from_action_values_compiles(device):
         rest = (x["next_pi"], q, x["next_action_values"], x["action"], log_mu, reward, done, terminated)
         return F.retrace_from_action_values(0.9, 0.8, x["pi"], *rest)
 
+    if picked:
+        x["action_values"] = x["action_values"].gather(-1, rows(x["action"]))
     q, grads = x["action_values"].requires_grad_(), []
     run, counted = compiled(call)
     for f in (run, call):

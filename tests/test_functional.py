@@ -237,24 +237,56 @@ def test_a_missing_terminated_is_done(name, device):
     hold(name, arguments(name, x, terminated=None), device)
 
 
+ACTION_VALUES = ("pi", "next_pi", "action_values", "next_action_values")
+
+
+def of_actions(x, device="cpu", picked=False):
+    """The entries of :func:`F.retrace_from_action_values`, the taken action's value ``picked`` or not."""
+    keys = (*ACTION_VALUES, "action", "log_mu", "reward", "done", "terminated")
+    args = {key: (x[key] if x[key].ndim == 3 else x[key][..., None]).to(device) for key in keys}
+    if picked:
+        args["action_values"] = args["action_values"].gather(-1, args["action"])
+    return args
+
+
+picked_or_not = pytest.mark.parametrize("picked", [False, True], ids=["all", "picked"])
+
+
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_retrace_from_action_values(trace, masked, device):
+@picked_or_not
+def test_retrace_from_action_values(trace, masked, picked, device):
     x = rollout(3, 13, seed=8, actions=5, dtype=torch.float32)
-    keys = ["pi", "next_pi", "action_values", "next_action_values", "action", "log_mu", "reward", "done", "terminated"]
-    args = {key: x[key] for key in keys}
     extra = {"trace": trace, "c_thresh": 0.8, "rho_thresh": 1.5}
-    if masked:
-        args["mask"] = x["mask"]
-    wanted = reference.retrace_from_action_values(GAMMA, LMBDA, **args, **extra)
-    columns = ("log_mu", "reward", "done", "terminated", "mask")
-    args = {k: (v[..., None] if k in columns else v).to(device) for k, v in args.items()}
-    for action in (args.pop("action"), None):
-        if action is None:
-            action = x["action"][..., None].to(device)
+    args, mask = of_actions(x, device, picked), x["mask"] if masked else None
+    wanted = reference.retrace_from_action_values(GAMMA, LMBDA, **{k: x[k] for k in args}, mask=mask, **extra)
+    extra["mask"] = None if mask is None else mask[..., None].to(device)
+    for action in (args.pop("action"), x["action"].to(device)):
+        out = tuple(torch.empty_like(args["reward"]) for _ in wanted)
+        given = F.retrace_from_action_values(GAMMA, LMBDA, **args, action=action, **extra, out=out)
         actual = F.retrace_from_action_values(GAMMA, LMBDA, **args, action=action, **extra)
-        for a, w in zip(actual, wanted, strict=True):
+        for a, b, w in zip(actual, given, wanted, strict=True):
             within(a.squeeze(-1), w, 1e-5, 1.0)
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("actions", [1, 4])
+@pytest.mark.parametrize("time_dim", [0, 1])
+@picked_or_not
+def test_action_values_of_one_policy_in_any_layout(actions, time_dim, picked, device):
+    """`next_pi` is `pi` itself; of one action, its value may be read either way."""
+    x = rollout(3, 70, seed=11, actions=actions, dtype=torch.float32)
+    x["next_pi"] = x["pi"]
+    args = of_actions(x, device, picked)
+    wanted = reference.retrace_from_action_values(GAMMA, LMBDA, **{k: x[k] for k in args})
+    if time_dim == 0:
+        args = {k: v.transpose(0, 1).contiguous() for k, v in args.items()}
+    args["next_pi"] = args["pi"]
+    in_place = (args["action_values"], torch.empty_like(args["reward"])) if picked else None
+    for out in (None, None, None, in_place):  # the third call is replayed
+        actual = F.retrace_from_action_values(GAMMA, LMBDA, **args, time_dim=time_dim, out=out)
+        for a, w in zip(actual, wanted, strict=True):
+            within(a.squeeze(-1).movedim(time_dim, 1), w, 1e-5, 1.0)
 
 
 def test_retrace_without_log_probabilities(device):
@@ -903,6 +935,26 @@ def test_shifted_values_need_values():
 def test_other_bad_arguments_are_named(name, key, value):
     text = message((ValueError, TypeError, KeyError), name, columns(name, **{key: value}))
     assert key in text, text
+
+
+@picked_or_not
+@pytest.mark.parametrize(
+    "key,change,error",
+    [
+        *((key, lambda x: x.repeat_interleave(2, -1), F.ShapeError) for key in ACTION_VALUES),
+        *((key, lambda x: x[:, :-1], F.ShapeError) for key in (*ACTION_VALUES, "reward", "action", "log_mu", "done")),
+        ("action_values", lambda x: x[..., 0], F.ShapeError),
+        *((key, torch.Tensor.tolist, TypeError) for key in (*ACTION_VALUES, "reward", "action", "log_mu")),
+        *((key, lambda x: x.long(), TypeError) for key in (*ACTION_VALUES, "reward", "log_mu")),
+        ("action", lambda x: x.float(), TypeError),
+        *((key, lambda x: x.to("meta"), ValueError) for key in (*ACTION_VALUES, "reward", "action", "log_mu", "done")),
+    ],
+)
+def test_bad_entries_of_action_values_are_named(key, change, error, picked):
+    args = of_actions(rollout(3, 4, seed=35, actions=3, dtype=torch.float32), picked=picked)
+    args[key] = change(args[key])
+    with pytest.raises(error, match=rf"\b{key}\b"):
+        F.retrace_from_action_values(GAMMA, LMBDA, **args)
 
 
 def test_a_bootstrap_of_the_wrong_shape_is_named():
