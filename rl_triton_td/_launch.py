@@ -22,7 +22,7 @@ SHARED_MEMORY = 176 * 1024  # bytes of tiles that a pipelined loop may have unde
 SCRATCH = 50 * 1024  # bytes that the rest of a program may need of it
 GROUP = 4  # neighbours, along time or along rows, that a thread reads at once
 SECTOR = 32  # steps of which flags, and all that is wider, fill what memory gives at once
-STRING = 2048  # steps of rows that are taken as one, at most
+LIGHT = 10  # bytes of a step, up to which instructions bound it
 CROWDED = 48  # bytes of a step, from where longer tiles spill
 TIME_MAJOR = (
     # from so many rows a multiprocessor; tiles for up to 10 bytes a step, up to 18, more, exclusive, masked, actions
@@ -82,12 +82,13 @@ def tile_plan(
     """
     rows, steps = -(-rows // strung), strung * steps + late
     stages, few = 3, rows * steps < 2 * multiprocessors * 1024  # too few steps to keep all of the device busy
-    enough = (12 if actions and time_contiguous else 2) * multiprocessors  # programs; with fewer, rows are cut
-    light, room = step_bytes <= 10, _power_of_2(steps)
+    enough = 2 * multiprocessors  # programs; with fewer, rows are cut
+    light, room = step_bytes <= LIGHT, _power_of_2(steps)
     if actions and time_contiguous:
-        block_t, stages = min(room, 64 if rows >= enough else 256 if steps <= 4096 else 512), 1
-        block_n = min(_power_of_2(rows), max(1, 32 // block_t))
-        warps = block_n * block_t // 64
+        many = rows >= 12 * multiprocessors
+        block_t, stages = min(room, 64 if many else 1024 if steps <= 1024 else 512), 1
+        block_n = min(_power_of_2(rows), max(1, 64 // block_t))
+        warps = max(1 if many else 4, block_n * block_t // 64)
     elif (
         time_contiguous
         and (128 if steps < 0.55 * room else 256 if light else 512) < steps <= 4096
@@ -101,8 +102,8 @@ def tile_plan(
     elif time_contiguous:
         many = rows >= 8 * multiprocessors
         if steps > 4096:
-            short = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
-            block_t = 512 if many and (light or shifted) else 1024 if short else 2048 if steps <= 2**17 else 4096
+            moderate = steps <= 2**15 or rows >= enough or masked or step_bytes > CROWDED
+            block_t = 512 if many and (light or shifted) else 1024 if moderate else 2048 if steps <= 2**17 else 4096
         else:  # a row in one piece, unless that is more than lies well in registers
             crowded = masked or (steps > 2048 and (exclusive or shifted)) or step_bytes > CROWDED
             longest = 1024 if many and light and steps > 2048 else 4096
@@ -112,10 +113,11 @@ def tile_plan(
         while elements > 256 and rows * steps < 2 * multiprocessors * elements:
             elements //= 2
         block_n = min(_power_of_2(rows), max(1, elements // block_t)) if steps <= block_t else 1
-        dense = exclusive or masked or shifted and many or block_t <= 128 or few or late and not light
-        wide = light and block_t > 512 and steps <= block_t and not late
+        short = block_t <= 128 and not (light and many and steps < block_t)
+        dense = exclusive or masked or shifted and many or short or few or late and not light
+        wide = light and block_t > (512 if strung == 1 else 1024) and steps <= block_t and not late
         warps = block_n * block_t // (128 if dense else 512 if wide else 256)
-        warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted else 8)
+        warps = min(max(warps, 2 if masked or few or block_t > 512 else 4), 16 if exclusive or shifted and many else 8)
     else:  # rows side by side; the more of them, the more a program takes and the fewer steps it needs at a time
         kind = 5 if actions else 4 if masked else 3 if exclusive else 0 if light else 1 if step_bytes <= 18 else 2
         per_one = rows // multiprocessors
@@ -149,11 +151,14 @@ def _late(rows: int, steps: int, multiprocessors: int) -> int:
     return late if steps >= 64 and (fits or steps > 2048 or rows >= 32 * multiprocessors) else 0
 
 
-def _strung(rows: int, steps: int) -> int:
-    """How many rows, one behind the other, fill a tile: 1 where a row may as well have its own."""
+def _strung(rows: int, steps: int, step_bytes: int) -> int:
+    """How many rows, one behind the other, are taken as one: as many as fill a tile, where one has none that suits."""
     least = GROUP // math.gcd(GROUP, steps)  # so that the next begins where memory is read best
-    best = max(range(least, 1 + STRING // steps, least), key=lambda k: _fill(k * steps), default=1)
-    return best if GROUP <= steps and least > 1 and best <= rows and _fill(best * steps) > 0.85 else 1
+    if steps < GROUP or least == 1 and (step_bytes <= LIGHT or _fill(steps) > 0.7):
+        return 1
+    most = min(rows, (2048 if least > 1 else 1024) // steps)
+    best = max(range(least, 1 + most, least), key=lambda k: _fill(k * steps), default=1)
+    return best if _fill(best * steps) > 0.85 else 1
 
 
 def _fill(steps: int) -> float:
@@ -276,10 +281,10 @@ class _Launch:
         together = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
         each_row = sources[HEAD.index("bootstrap")] if behind else None  # alone may hold one number a row
         still = (x for x, t in zip(tensors, time_strides, strict=True) if not t and x is not each_row)
-        strung = tile.strung if tile else _strung(self.rows, steps)
-        self.strung = together and 1 < strung <= self.rows and strung * steps % GROUP == 0
+        strung = tile.strung if tile else _strung(self.rows, steps, step_bytes)
+        has_mask = sources[HEAD.index("mask")] is not None
+        self.strung = together and not has_mask and 1 < strung <= self.rows and strung * steps % GROUP == 0
         self.strung = self.strung and not any(any(x.stride()) for x in still)
-        own_mask = sources[HEAD.index("mask")] is not None and not masked
         strung, late = strung if self.strung else 1, 0
         if together and not self.strung:
             late = GROUP - math.gcd(GROUP, steps) if tile else _late(self.rows, steps, _multiprocessors(device))
@@ -288,7 +293,7 @@ class _Launch:
             steps,
             time_contiguous,
             exclusive=exclusive,
-            masked=own_mask,
+            masked=has_mask and not masked,
             shifted=sum(
                 isinstance(sources[i], Tensor) and sources[i].ndim > 0 and sources[i].is_floating_point()
                 for i in _reads(spec)[0]
@@ -306,7 +311,7 @@ class _Launch:
         for self.late in dict.fromkeys((late, 0)):
             chunks = -(-(steps + self.late) // self.tile.block_t)
             self.segments = min(self.tile.segments, chunks)
-            if self.strung and (own_mask or self.segments < chunks or not meets):
+            if self.strung and (self.segments < chunks or not meets):
                 self.segments = 1
             chunks = -(-chunks // self.segments)
             cut = self.segments > 1 and spec.recurrences > 0 and not summarise
@@ -349,7 +354,7 @@ class _Launch:
             if there and read not in neighbours:
                 neighbours.append(read)
             beside.append(neighbours.index(read) if there else None)
-        past_mask = own_mask and (spec.transition or bool(neighbours))
+        past_mask = has_mask and not masked and (spec.transition or bool(neighbours))
         wide = (self.segments * chunks * self.tile.block_t + skew) * max([1, *time_strides]) >= INT32
         self.tail = (
             self.rows,

@@ -319,6 +319,19 @@ def load(
 
 
 @jit
+def at_edges(source, row_stride, string, n, start, bounds, REVERSE: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Of one number a row, with rows strung together: each at the four neighbours that hold the step where the scan
+    enters its row, at most one in four."""
+    four = tl.arange(0, BLOCK_T // 4)[None, :] * 4
+    four = start + (BLOCK_T - 4 - four if REVERSE else four)
+    row = tl.umulhi(four if REVERSE else four + (string[0] - 1), string[1]) >> string[2]
+    edge = row * string[0] + (string[0] - 1 if REVERSE else 0)
+    there = bounds[0][:, None] & (edge < four + 4) & (edge < bounds[2])
+    x = tl.load((source + n * (string[3] * row_stride))[:, None] + row * row_stride, mask=there, other=0)
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], 4)), (x.shape[0], BLOCK_T))
+
+
+@jit
 def expectation(
     sources,
     strides,
@@ -477,7 +490,6 @@ def scan_kernel(
             )  # fmt: skip
             held_there = at_end(one.to(DTYPE))
         beyond += (held_there,)
-    ended = tl.zeros((BLOCK_N,), DTYPE)  # of rows strung together, whether one ends before a valid step follows
 
     for i in tl.range(CHUNKS, num_stages=STAGES):
         if REVERSE:
@@ -495,25 +507,18 @@ def scan_kernel(
         last = t == end - 1
         edge = last
         if STRUNG:
-            nth_row = tl.umulhi(bounds[3], string[1]) >> string[2]
-            step_of_row = t - nth_row * string[0]  # from there four neighbours are counted on, if in the next row too
-            last = step_of_row == string[0] - 1
-            edge = last if REVERSE else (step_of_row == 0) | (step_of_row == string[0])
-            if sources[5] is not None or not REVERSE:
-                nth_row += (step_of_row >= string[0]).to(tl.int32)
-            bounds = (valid_row, first, end, bounds[3], (step_of_row == 0) | (step_of_row == string[0]), last)
+            begins = (tl.umulhi(bounds[3], string[1]) >> string[2]) * string[0]
+            first_of_row = (t == begins) | (t == begins + string[0])  # of four neighbours' two rows
+            last = t == begins + (string[0] - 1)
+            edge = last if REVERSE else first_of_row
+            bounds = (valid_row, first, end, bounds[3], first_of_row, last)
         valid = inside
         if sources[5] is not None:
             valid = inside & load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD)
         if PAST_MASK:
             near: tl.constexpr = 1 if REVERSE else -1
             found = load(sources, strides, action_stride, 5, rows, t, inside, 1, DTYPE, LAYOUTS, bounds, HELD, near)
-            if STRUNG:
-                found = found | edge
-                if TRANSITION:
-                    none_follows, ended = latest(edge.to(DTYPE), found, ended, TURNED, RUN)
-                    last = none_follows != 0
-            elif TRANSITION:
+            if TRANSITION:
                 farthest = tl.max(tl.where(found, t, -1), 1)  # transitions run backward
                 last = (follows == 0)[:, None] & (t > farthest[:, None])
                 follows = follows | (farthest >= 0).to(tl.int32)
@@ -554,16 +559,9 @@ def scan_kernel(
                 if BOOTSTRAP_BEHIND:  # one number a row
                     if sources[4] is not None and STRUNG:
                         row_stride = strides[4 * LAYOUTS[4][0]] * LAYOUTS[4][1]
-                        place = (sources[4] + n * (string[3] * row_stride))[:, None]
-                        if sources[5] is None:  # of four neighbours one at most is a row's last
-                            four = chunk * BLOCK_T + BLOCK_T - 4 - tl.arange(0, BLOCK_T // 4)[None, :] * 4
-                            of_row = tl.umulhi(four, string[1]) >> string[2]
-                            ends = valid_row[:, None] & (four < end) & ((of_row + 1) * string[0] <= four + 4)
-                            behind = tl.load(place + of_row * row_stride, mask=ends, other=0)[:, :, None]
-                            behind = tl.broadcast_to(behind, (BLOCK_N, BLOCK_T // 4, 4))
-                            next_value += tl.reshape(behind, (BLOCK_N, BLOCK_T)).to(DTYPE)
-                        else:
-                            next_value += tl.load(place + nth_row * row_stride, mask=last & valid, other=0).to(DTYPE)
+                        next_value += at_edges(
+                            sources[4], row_stride, string, n, chunk * BLOCK_T, bounds, True, BLOCK_T
+                        ).to(DTYPE)
                     elif sources[4] is not None:
                         start = tl.zeros((1, 1), tl.int32) + first
                         next_value += load(
@@ -624,7 +622,7 @@ def scan_kernel(
         maps = COEFFICIENTS(step, tile, hypers)
         enters = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
         if STRUNG and initial is not None:
-            enters += tl.load((initial + n * string[3])[:, None] + nth_row, mask=edge & inside, other=0).to(DTYPE)
+            enters += at_edges(initial, 1, string, n, chunk * BLOCK_T, bounds, REVERSE, BLOCK_T).to(DTYPE)
         x = ()
         x_next = ()
         if RECURRENCES == 0:
@@ -635,9 +633,7 @@ def scan_kernel(
             # what is no transition is the identity map
             u = tl.where(valid, maps[2 * k], 0.0).to(DTYPE)
             w = tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE)
-            if STRUNG and (
-                not TRANSITION or sources[5] is not None
-            ):  # of a transition that is last ``w`` is 0 as it is
+            if STRUNG and not TRANSITION:  # of a transition that is last ``w`` is 0 as it is
                 u, w = tl.where(edge, apply(u, w, enters), u), tl.where(edge, 0.0, w)
             maps_to, runs = scan_steps(turn(u, TURNED), turn(w, TURNED), EXCLUSIVE, RUN)
             scanned += (maps_to,)

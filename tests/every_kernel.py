@@ -79,6 +79,19 @@ def calls(time_dim: int, dtype: torch.dtype, device: str):
     yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, next_pi, q, next_q, action, *column, **rest)
     yield partial(F.retrace_from_action_values, 0.99, 0.9, pi, pi, taken, next_q, action, *column, **rest)
 
+    if time_dim:  # rows strung together, of which the last are fewer
+        shape = (5, 63)
+        values, done, initial = [series() for _ in range(3)], torch.rand(shape, generator=g).to(device) < 0.1, series()
+        yield partial(F.generalized_advantage_estimate, 0.99, 0.95, *values, done, done, **rest)
+        yield partial(F.vtrace_advantage_estimate, 0.99, *values[:2], *values, done, done, **rest)
+        yield partial(
+            F.generalized_advantage_estimate, 0.99, 0.95, values[0], None, values[2], done, done,
+            bootstrap=initial[:, 0], **rest,
+        )  # fmt: skip
+        yield partial(F.eligibility_trace, 0.99, 0.9, values[0], done, initial=initial[:, 0], **rest)
+        for reverse in (False, True):
+            yield partial(F.linear_recurrence, *values[:2], initial=initial[:, 0], reverse=reverse, **rest)
+
     shape = (2, 5001) if time_dim else (5001, 2)  # rows cut into segments, which meet where arithmetic is float32
     values, done = [series() for _ in range(3)], torch.rand(shape, generator=g).to(device) < 0.01
     yield partial(F.generalized_advantage_estimate, 0.99, 0.95, *values, done, done, **rest)

@@ -173,7 +173,7 @@ def _loops(ptx):
 HEAVY = (specs.GAE, specs.DECOUPLED_GAE, specs.VTRACE, specs.RETRACE, specs.RATIO_TRACE)  # those that hold most
 SHAPES = [(4096, 128), (65536, 256), (8192, 16384), (64, 16384)]
 SHAPES_OF_HEAVY = [(32768, 8), (8192, 2560), (4096, 2048), (512, 4096), (1, 10**6)]
-ODD = [(65536, 255), (16384, 1001), (8192, 2501), (4096, 4095), (4096, 127), (64, 16383)]
+ODD = [(2**20, 15), (65536, 255), (16384, 1001), (8192, 2501), (4096, 4095), (4096, 127), (64, 16383)]
 SIDE_BY_SIDE = [(131072, 128), (32768, 512), (16384, 1024), (8192, 2048), (4096, 4096), (2048, 8192), (64, 16384)]
 
 
@@ -206,6 +206,8 @@ def variants():
             yield from lower(specs.VTRACE, rows, steps, False, shifted=True, number=torch.float64)
         if rows in (32768, 8192, 4096, 64):
             yield from lower(specs.RETRACE, rows, steps, False, actions=6)
+    for spec in given:
+        yield from lower(spec, 131072, 127)
     for rows, steps in ODD:
         for spec in (specs.GAE, specs.VTRACE):
             yield from lower(spec, rows, steps)

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reference
 import rl_triton_td.functional as F
@@ -38,6 +40,21 @@ def run(name, x, time_major, device):
         "gae_bootstrap": lambda: F.generalized_advantage_estimate(
             0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], time_dim=time_dim
         ),
+        "gae_behind": lambda: F.generalized_advantage_estimate(
+            0.99, 0.95, values[0], None, values[2], values[4], values[4], bootstrap=x["initial"], time_dim=time_dim
+        ),
+        "gae_behind_masked": lambda: F.generalized_advantage_estimate(
+            0.99,
+            0.95,
+            values[0],
+            None,
+            values[2],
+            values[4],
+            values[4],
+            bootstrap=x["initial"],
+            mask=x["mask"],
+            time_dim=time_dim,
+        ),
         "gae_masked": lambda: F.generalized_advantage_estimate(0.99, 0.95, *values, mask=x["mask"], time_dim=time_dim),
         "gae_bootstrap_masked": lambda: F.generalized_advantage_estimate(
             0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], mask=x["mask"], time_dim=time_dim
@@ -64,6 +81,12 @@ def expected(name, x):
         "gae": lambda: reference.gae(0.99, 0.95, *values),
         "gae_two_lambdas": lambda: reference.gae(0.99, 0.95, *values, lmbda_critic=0.7),
         "gae_bootstrap": lambda: reference.gae(0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"]),
+        "gae_behind": lambda: reference.gae(
+            0.99, 0.95, values[0], None, values[2], values[4], values[4], bootstrap=x["initial"]
+        ),
+        "gae_behind_masked": lambda: reference.gae(
+            0.99, 0.95, values[0], None, values[2], values[4], values[4], bootstrap=x["initial"], mask=x["mask"]
+        ),
         "gae_masked": lambda: reference.gae(0.99, 0.95, *values, mask=x["mask"]),
         "gae_bootstrap_masked": lambda: reference.gae(
             0.99, 0.95, values[0], None, *values[2:], bootstrap=x["bootstrap"], mask=x["mask"]
@@ -78,8 +101,8 @@ def expected(name, x):
 
 
 NAMES = [
-    "gae", "gae_two_lambdas", "gae_bootstrap", "gae_masked", "gae_bootstrap_masked", "vtrace", "retrace", "trace",
-    "recurrence",
+    "gae", "gae_two_lambdas", "gae_bootstrap", "gae_behind", "gae_masked", "gae_bootstrap_masked", "gae_behind_masked",
+    "vtrace", "retrace", "trace", "recurrence",
 ]  # fmt: skip
 
 
@@ -157,7 +180,7 @@ def test_rows_strung_together(name, N, T, tile, device):
             k: v.index_fill(0, torch.tensor(one), torch.nan) if v.is_floating_point() else v for k, v in x.items()
         }
         others = run(name, spoilt, False, device)
-    assert all(plan.strung for plan in _launch._launches.values())
+    assert {plan.strung for plan in _launch._launches.values()} == {"masked" not in name}
     for a, b, e in zip(actual, others, expected(name, x), strict=True):
         agree(a, e, 2e-5, 2e-5, name)
         agree(b[beside], e[beside], 2e-5, 2e-5, f"{name} beside NaN")
@@ -169,21 +192,23 @@ def test_each_of_rows_strung_together_has_its_own_initial(reverse, device):
         pytest.skip("the CPU path has no tiles")
     g = torch.Generator().manual_seed(0)
     alpha, beta = (torch.randn(6, 31, 1, generator=g) for _ in range(2))
-    initial, mask = torch.randn(6, 1, generator=g), torch.rand(6, 31, 1, generator=g) < 0.7
-    for given in (None, mask):
-        wanted = reference.linear_recurrence(
-            alpha[..., 0],
-            beta[..., 0],
-            initial=initial[:, 0],
-            reverse=reverse,
-            mask=None if given is None else mask[..., 0],
-        )
-        with force_tile(Tile(1, 64, 1, strung=4)):
-            x = F.linear_recurrence(
-                alpha.to(device), beta.to(device), initial=initial.to(device), reverse=reverse,
-                mask=None if given is None else mask.to(device),
-            )  # fmt: skip
-        agree(x[..., 0], wanted, 2e-5, 2e-5, "recurrence")
+    initial = torch.randn(6, 1, generator=g)
+    wanted = reference.linear_recurrence(alpha[..., 0], beta[..., 0], initial=initial[:, 0], reverse=reverse)
+    alpha, beta, initial = (x.to(device) for x in (alpha, beta, initial))
+    with force_tile(Tile(1, 64, 1, strung=4)):
+        x = F.linear_recurrence(alpha, beta, initial=initial, reverse=reverse)
+    agree(x[..., 0], wanted, 2e-5, 2e-5, "recurrence")
+
+
+@given(rows=st.integers(1, 10**6), steps=st.integers(1, 3000), step_bytes=st.integers(9, 60))
+def test_rows_are_strung_together_where_a_tile_of_them_suits_memory(rows, steps, step_bytes):
+    strung = _launch._strung(rows, steps, step_bytes)
+    assert 1 <= strung <= rows
+    if strung > 1:
+        room = 1 << (strung * steps - 1).bit_length()
+        assert strung * steps % 4 == 0 and steps >= 4 and 0.85 * room < strung * steps <= room <= 2048
+    if steps & (steps - 1) == 0 or steps > 1024:
+        assert strung == 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 255, 1000, 1001, 2**16 + 1, 2**24 - 1, 2**30 + 1])
