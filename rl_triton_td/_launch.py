@@ -236,6 +236,63 @@ class _TooManyRowDimensions(Exception):
     pass
 
 
+class _Entries:
+    """The tensors of a launch as the kernel walks them: rows, and the steps along each."""
+
+    def __init__(self, shape, time_dim, sources, outputs, twins, behind):
+        entries = [(i, x) for i, x in enumerate((*sources, *outputs)) if isinstance(x, Tensor) and x.ndim]
+        self.sizes, merged = _merge_rows(shape, time_dim, [x.stride() for _, x in entries])
+        if len(self.sizes) > ROW_DIMS:
+            raise _TooManyRowDimensions
+        self.rows, self.steps = math.prod(self.sizes), shape[time_dim]
+        self.strides = [(x, m, x.stride(time_dim)) for (_, x), m in zip(entries, merged, strict=True)]
+        inner_contiguous = [m[-1] == 1 for m in merged if m] if self.sizes else []
+        # expanded tensors (stride 0) have no say
+        self.time_contiguous = sum(t == 1 for *_, t in self.strides) >= sum(inner_contiguous)
+        self.step_bytes = sum(x.element_size() for i, x in entries if x.stride(time_dim) and twins.get(i, i) == i)
+        policy = sources[HEAD.index("next_policy")]
+        self.actions = 0 if policy is None else policy.shape[-1]
+        self.grouped = self.time_contiguous and not self.actions
+        moving = [(x, m, t) for x, m, t in self.strides if t]
+        # rows follow one another; numbers may be read together with those beside a row; rows may be taken as one
+        self.flat = self.grouped and all(t == 1 and m in ([], [self.steps]) for _, m, t in moving)
+        self.together = self.flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, *_ in moving)
+        each_row = sources[HEAD.index("bootstrap")] if behind else None  # may hold one number a row
+        unmasked = sources[HEAD.index("mask")] is None
+        self.alike = (
+            self.together
+            and unmasked
+            and not any(any(x.stride()) for x, _, t in self.strides if not t and x is not each_row)
+        )
+
+    def layouts(self, entries, strung: int, skew: int, ragged: bool):
+        """``(strides, layouts)`` of ``entries`` as the kernel has them; ``strung``: steps of rows taken as one."""
+        strides, by_tensor = {}, {}
+        for x, m, t in self.strides:
+            m = [strung] if strung and t else m
+            row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
+            layout = (*(r // row_align for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
+            nth = strides.setdefault((layout, row_align, time_align), len(strides))
+            by_tensor[id(x)] = nth, row_align, time_align, skew if t else 0, ragged and t > 0
+        layouts = tuple(by_tensor.get(id(x), (0, 1, 1, 0, False)) for x in entries)
+        return tuple(s for layout, *_ in strides for s in layout), layouts
+
+
+def _neighbours(spec: Spec, sources, kinds, scalar, twins, masked):
+    """What is read at a neighbouring step, each once, and where among that each entry is, as the kernel has them."""
+    hypers = len(sources) - len(scalar)
+    kind_of = dict(zip(range(len(HEAD), len(sources)), (*kinds, *(0 for _ in scalar)), strict=True))
+    neighbours, beside = [], []
+    for index in (HEAD.index("successor"), *kind_of):
+        there = index in twins and not masked and sources[index] is not None
+        there = there and (index < hypers or scalar[index - hypers] == 2)
+        read = (twins[index], int(kind_of.get(index, 0)), _reads(spec)[0][index]) if there else None
+        if there and read not in neighbours:
+            neighbours.append(read)
+        beside.append(neighbours.index(read) if there else None)
+    return tuple(neighbours), tuple(beside)
+
+
 class _Launch:
     """Everything about a launch but its pointers: built once for a layout, then called."""
 
@@ -257,158 +314,131 @@ class _Launch:
         tile,
     ):
         self.spec, self.device, self.summarise = spec, device, summarise
-        wanted = () if summarise else tuple(o for o, x in zip(spec.outputs, outputs, strict=True) if x is not None)
-        exclusive = any(o in spec.looks_ahead for o in wanted)
-        # a summary's outputs have a layout of their own, [rows, segments], that the kernel knows
-        tensors = [x for x in (*sources, *(() if summarise else outputs)) if isinstance(x, Tensor) and x.ndim]
-        sizes, merged = _merge_rows(shape, time_dim, [x.stride() for x in tensors])
-        if len(sizes) > ROW_DIMS:
-            raise _TooManyRowDimensions
-        steps, self.rows = shape[time_dim], math.prod(sizes)
-        inner_contiguous = [m[-1] == 1 for m in merged if m] if sizes else []
-        time_strides = [x.stride(time_dim) for x in tensors]
-        # expanded tensors (stride 0) have no say
-        time_contiguous = sum(s == 1 for s in time_strides) >= sum(inner_contiguous)
-        policy = sources[HEAD.index("next_policy")]
-        actions = 0 if policy is None else policy.shape[-1]
-        entries = enumerate((*sources, *(() if summarise else outputs)))
-        entries = (x for i, x in entries if isinstance(x, Tensor) and x.ndim and twins.get(i, i) == i)
-        step_bytes = sum(x.element_size() for x in entries if x.stride(time_dim))
-        moving = [(x, m) for x, m, t in zip(tensors, merged, time_strides, strict=True) if t]
-        grouped = time_contiguous and not actions
-        # whether rows follow one another, and whether numbers may be read together with those beside a row
-        flat = grouped and all(x.stride(time_dim) == 1 and m in ([], [steps]) for x, m in moving)
-        together = flat and all(x.element_size() <= 4 and x.data_ptr() & 15 == 0 for x, _ in moving)
-        each_row = sources[HEAD.index("bootstrap")] if behind else None  # alone may hold one number a row
-        still = (x for x, t in zip(tensors, time_strides, strict=True) if not t and x is not each_row)
-        strung = tile.strung if tile else _strung(self.rows, steps, step_bytes)
-        has_mask = sources[HEAD.index("mask")] is not None
-        self.strung = together and not has_mask and 1 < strung <= self.rows and strung * steps % GROUP == 0
-        self.strung = self.strung and not any(any(x.stride()) for x in still)
-        strung, late = strung if self.strung else 1, 0
-        if together and not self.strung:
-            late = GROUP - math.gcd(GROUP, steps) if tile else _late(self.rows, steps, _multiprocessors(device))
-        self.tile = tile or tile_plan(
-            self.rows,
-            steps,
-            time_contiguous,
-            exclusive=exclusive,
-            masked=has_mask and not masked,
-            shifted=sum(
-                isinstance(sources[i], Tensor) and sources[i].ndim > 0 and sources[i].is_floating_point()
-                for i in _reads(spec)[0]
-            ),
-            actions=actions,
-            late=late,
-            strung=strung,
-            step_bytes=step_bytes,
-            multiprocessors=_multiprocessors(device),
-        )
-        row_steps, own_rows = steps, self.rows
-        self.rows, steps = -(-own_rows // strung), strung * steps
-        held = self.tile.block_n * self.tile.block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
-        stages = max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held))
-        for self.late in dict.fromkeys((late, 0)):
-            chunks = -(-(steps + self.late) // self.tile.block_t)
-            self.segments = min(self.tile.segments, chunks)
-            if self.strung and (self.segments < chunks or not meets):
-                self.segments = 1
-            chunks = -(-chunks // self.segments)
-            cut = self.segments > 1 and spec.recurrences > 0 and not summarise
-            met = meets and cut and chunks == 1 and dtype == torch.float32
-            if self.segments == 1 or met:  # of two launches both have to begin alike
-                break
-        fold = max(16, _power_of_2(self.segments)) if cut else 0  # a scan over fewer does not compile everywhere
-        if met:  # no two threads that decide together read the same word: they might see it at different times
-            by_warp = self.tile.block_n == 1 and fold <= 32  # every warp reads them all, and goes on when it has
-            fold = 32 if by_warp else max(fold, 32 * self.tile.num_warps // self.tile.block_n)
-        self.meetings = Meetings(device, 2 * spec.recurrences * self.rows * self.segments) if met else None
-        self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
+        outputs = () if summarise else outputs  # a summary's have a layout of their own, [rows, segments]
+        exclusive = any(o in spec.looks_ahead for o, x in zip(spec.outputs, outputs, strict=False) if x is not None)
+        own_mask = sources[HEAD.index("mask")] is not None and not masked
+        entries = _Entries(shape, time_dim, sources, outputs, twins, behind)
+        late = self._choose_tile(entries, sources, exclusive, own_mask, tile)
+        self._cut(entries, late, meets and dtype == torch.float32)
+        block_t, steps, strung = self.tile.block_t, self.strung * entries.steps, self.strung > 1
+        group = math.gcd(GROUP, block_t) if entries.grouped else 1
         aligned = math.gcd(16, steps)
-        group = math.gcd(GROUP, self.tile.block_t) if grouped else 1
-        alike = flat and group == GROUP and (self.segments == 1 or met) and not self.strung
-        self.skew = skew = self._skew(steps, chunks) if alike else 0
-        total = own_rows * row_steps if own_rows % strung else None
+        at_once = self.segments == 1 or self.meetings is not None
+        skew = self._skew(steps) if entries.flat and group == GROUP and at_once and not strung else 0
+        total = entries.rows * entries.steps if entries.rows % self.strung else None
         ragged = self.late > 0 and skew > 0 or total is not None  # four neighbours may lie in two rows
-        strides, by_tensor = {}, {}
-        for x, m, t in zip(tensors, merged, time_strides, strict=True):
-            m = [steps] if self.strung and t else m
-            row_align, time_align = math.gcd(16, *m), math.gcd(16, t) if t else 1
-            layout = (*(r // row_align for r in m or [0]), *(None,) * (ROW_DIMS - max(1, len(m))), t // time_align)
-            key = layout, row_align, time_align
-            skewed = skew if t else 0
-            by_tensor[id(x)] = strides.setdefault(key, len(strides)), row_align, time_align, skewed, ragged and t > 0
-        none = (0, 1, 1, 0, False)
-        layouts = tuple(by_tensor.get(id(x), none) for x in (*sources, *(() if summarise else outputs)))
-        hypers = sources[-len(spec.hypers) :] if spec.hypers else ()
-        scalar = tuple(
-            0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2 for h in hypers
+        everything = (*sources, *outputs)
+        self.strides, layouts = entries.layouts(everything, steps if strung else 0, skew, ragged)
+        along_time = (
+            layout[1]
+            for x, layout in zip(everything, layouts, strict=True)
+            if isinstance(x, Tensor) and x.ndim and x.stride(time_dim) == 1
         )
-        neighbours, beside = [], []
-        kind_of = dict(zip(range(len(HEAD), len(sources)), (*kinds, *(0 for _ in hypers)), strict=True))
-        for index in (HEAD.index("successor"), *kind_of):
-            there = index in twins and not masked and sources[index] is not None
-            if index >= len(sources) - len(hypers):
-                there = there and scalar[index - len(sources)] == 2
-            read = (twins[index], int(kind_of.get(index, 0)), _reads(spec)[0][index]) if there else None
-            if there and read not in neighbours:
-                neighbours.append(read)
-            beside.append(neighbours.index(read) if there else None)
-        past_mask = has_mask and not masked and (spec.transition or bool(neighbours))
-        wide = (self.segments * chunks * self.tile.block_t + skew) * max([1, *time_strides]) >= INT32
+        scalar = tuple(
+            0 if not isinstance(h, Tensor) else 1 if not any(h.stride()) or h.numel() == 1 else 2
+            for h in sources[len(sources) - len(spec.hypers) :]
+        )
+        neighbours, beside = _neighbours(spec, sources, kinds, scalar, twins, masked)
+        past_mask = own_mask and (spec.transition or bool(neighbours))
+        of_actions = [layouts[HEAD.index(name)] for name in ("next_policy", "next_value")] if entries.actions else []
+        whole = self.segments * self.chunks * block_t
+        held = self.tile.block_n * block_t * sum(x.element_size() for x in sources if isinstance(x, Tensor))
         self.tail = (
             self.rows,
             steps // aligned,
-            (row_steps, *_divisor(row_steps), strung, total) if self.strung else None,
-            chunks,
-            *(sizes[1:] + [None] * (2 - len(sizes[1:]))),
-            policy.stride(-1) if actions else None,
+            (entries.steps, *_divisor(entries.steps), self.strung, total) if strung else None,
+            self.chunks,
+            *(entries.sizes[1:] + [None] * (2 - len(entries.sizes[1:]))),
+            sources[HEAD.index("next_policy")].stride(-1) if entries.actions else None,
             layouts,
             kinds,
-            tuple(neighbours),
-            tuple(beside),
-            () if summarise else tuple(x is not None for x in outputs),
+            neighbours,
+            beside,
+            tuple(x is not None for x in outputs),
             scalar,
             spec.coefficients,
             spec.epilogue,
             spec.recurrences,
             spec.reverse,
             group,
-            group
-            if skew
-            else math.gcd(
-                group, aligned, *(by_tensor[id(x)][1] for x, t in zip(tensors, time_strides, strict=True) if t == 1)
-            ),
-            1 if time_contiguous else self.tile.run,
+            group if skew else math.gcd(group, aligned, *along_time),
+            1 if entries.time_contiguous else self.tile.run,
             (2 if self.segments > 1 else 1) if past_mask else 0,
             spec.transition,
             exclusive,
             behind,
             summarise,
-            fold,
-            actions,
-            math.gcd(4, actions, *(a for x in (policy, sources[2]) for a in by_tensor[id(x)][1:3])) if actions else 1,
+            self.fold,
+            entries.actions,
+            math.gcd(4, entries.actions, *(a for layout in of_actions for a in layout[1:3])) if of_actions else 1,
             tl.float64 if dtype == torch.float64 else tl.float32,
-            wide,
+            (whole + skew) * max([1, *(t for *_, t in entries.strides)]) >= INT32,
             aligned,
             skew,
-            self.strung,
+            strung,
             self.rows % self.tile.block_n == 0,
-            not skew and total is None and steps == self.segments * chunks * self.tile.block_t,
-            stages,
+            not skew and total is None and steps == whole,
+            max(1, min(self.tile.num_stages, 1 + _shared_memory(device) // held)),
             self.tile.block_n,
-            self.tile.block_t,
+            block_t,
         )
-        self.strides = tuple(s for layout, *_ in strides for s in layout)
-        self.alone = not cut or self.meetings is not None
+        self.skew = skew
         self.compiled = self._fire = None  # by the first launch
 
-    def _skew(self, steps, chunks) -> int:
+    def _choose_tile(self, entries: _Entries, sources, exclusive: bool, masked: bool, tile: Tile | None) -> int:
+        """Sets ``tile``, ``strung`` and ``rows``; returns by how many steps rows may begin late."""
+        rows, steps, multiprocessors = entries.rows, entries.steps, _multiprocessors(self.device)
+        strung = tile.strung if tile else _strung(rows, steps, entries.step_bytes)
+        self.strung = strung if entries.alike and strung <= rows and strung * steps % GROUP == 0 else 1
+        late = 0
+        if entries.together and self.strung == 1:
+            late = GROUP - math.gcd(GROUP, steps) if tile else _late(rows, steps, multiprocessors)
+        self.tile = tile or tile_plan(
+            rows,
+            steps,
+            entries.time_contiguous,
+            exclusive=exclusive,
+            masked=masked,
+            shifted=sum(
+                isinstance(sources[i], Tensor) and sources[i].ndim > 0 and sources[i].is_floating_point()
+                for i in _reads(self.spec)[0]
+            ),
+            actions=entries.actions,
+            late=late,
+            strung=self.strung,
+            step_bytes=entries.step_bytes,
+            multiprocessors=multiprocessors,
+        )
+        self.rows = -(-rows // self.strung)
+        return late
+
+    def _cut(self, entries: _Entries, late: int, meets: bool) -> None:
+        """Sets ``segments``, the ``chunks`` of each, how they are told of one another, and how ``late`` rows begin."""
+        steps, recurrences = self.strung * entries.steps, self.spec.recurrences
+        for self.late in dict.fromkeys((late, 0)):
+            chunks = -(-(steps + self.late) // self.tile.block_t)
+            self.segments = min(self.tile.segments, chunks)
+            if self.strung > 1 and (self.segments < chunks or not meets):
+                self.segments = 1
+            self.chunks = -(-chunks // self.segments)
+            cut = self.segments > 1 and recurrences > 0 and not self.summarise
+            met = meets and cut and self.chunks == 1
+            if self.segments == 1 or met:  # of two launches both have to begin alike
+                break
+        self.fold = max(16, _power_of_2(self.segments)) if cut else 0  # a scan over fewer does not compile everywhere
+        if met:  # no two threads that decide together read the same word: they might see it at different times
+            by_warp = self.tile.block_n == 1 and self.fold <= 32  # every warp reads them all, and goes on when it has
+            self.fold = 32 if by_warp else max(self.fold, 32 * self.tile.num_warps // self.tile.block_n)
+        self.meetings = Meetings(self.device, 2 * recurrences * self.rows * self.segments) if met else None
+        self.alone = not cut or met
+        self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
+
+    def _skew(self, steps: int) -> int:
         """At multiples of which place in memory chunks begin, not with a row: 0 where they begin with it.
 
         Rows whose lengths are no multiple of what memory gives at once start anywhere in it.
         """
-        chunks *= self.segments
+        chunks = self.chunks * self.segments
         worth = self.late or self.rows > 1 and chunks > 1 and steps % GROUP == 0
         for skew in (SECTOR, GROUP) if worth else ():
             within = math.gcd(skew, steps)
