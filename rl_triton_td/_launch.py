@@ -326,7 +326,7 @@ class _Launch:
         at_once = self.segments == 1 or self.meetings is not None
         skew = self._skew(steps) if entries.flat and group == GROUP and at_once and not strung else 0
         total = entries.rows * entries.steps if entries.rows % self.strung else None
-        ragged = self.late > 0 and skew > 0 or total is not None  # four neighbours may lie in two rows
+        ragged = self.late > 0 and skew > 0 or total is not None  # some of four neighbours may lie outside
         everything = (*sources, *outputs)
         self.strides, layouts = entries.layouts(everything, steps if strung else 0, skew, ragged)
         along_time = (
@@ -389,7 +389,8 @@ class _Launch:
         """Sets ``tile``, ``strung`` and ``rows``; returns by how many steps rows may begin late."""
         rows, steps, multiprocessors = entries.rows, entries.steps, _multiprocessors(self.device)
         strung = tile.strung if tile else _strung(rows, steps, entries.step_bytes)
-        self.strung = strung if entries.alike and strung <= rows and strung * steps % GROUP == 0 else 1
+        fits = strung <= rows and strung * steps % GROUP == 0 and min(steps, tile.block_t if tile else steps) >= GROUP
+        self.strung = strung if entries.alike and fits and not self.summarise else 1
         late = 0
         if entries.together and self.strung == 1:
             late = GROUP - math.gcd(GROUP, steps) if tile else _late(rows, steps, multiprocessors)

@@ -227,7 +227,7 @@ def rotate(x, SHIFT: tl.constexpr):
 
 @jit
 def outermost(bounds, SHIFT: tl.constexpr = 0):
-    """Of each four neighbours, a ``GROUP``, whether some and whether all lie within a row."""
+    """Of each four neighbours, a ``GROUP``, whether some and whether all lie within their row, or its string."""
     valid_row = bounds[0][:, None]
     group = bounds[3] + SHIFT
     some = valid_row & (group + 3 >= bounds[1]) & (group < bounds[2])
@@ -319,15 +319,27 @@ def load(
 
 
 @jit
-def at_edges(source, row_stride, string, n, start, bounds, REVERSE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Of one number a row, with rows strung together: each at the four neighbours that hold the step where the scan
-    enters its row, at most one in four."""
+def at_edges(
+    source,
+    row_quotient,
+    ROW_ALIGN: tl.constexpr,
+    string,
+    n,
+    start,
+    bounds,
+    LAST: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Of one number a row, with rows strung together: each at the four neighbours that hold the first step of its row,
+    or the ``LAST``; of four at most one does."""
     four = tl.arange(0, BLOCK_T // 4)[None, :] * 4
     four = start + (BLOCK_T - 4 - four if REVERSE else four)
-    row = tl.umulhi(four if REVERSE else four + (string[0] - 1), string[1]) >> string[2]
-    edge = row * string[0] + (string[0] - 1 if REVERSE else 0)
+    row = tl.umulhi(four if LAST else four + (string[0] - 1), string[1]) >> string[2]
+    edge = row * string[0] + (string[0] - 1 if LAST else 0)
     there = bounds[0][:, None] & (edge < four + 4) & (edge < bounds[2])
-    x = tl.load((source + n * (string[3] * row_stride))[:, None] + row * row_stride, mask=there, other=0)
+    place = ((n * string[3])[:, None] + row) * row_quotient * ROW_ALIGN
+    x = tl.load(source + place, mask=there, other=0)
     return tl.reshape(tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], 4)), (x.shape[0], BLOCK_T))
 
 
@@ -366,18 +378,18 @@ def scan_kernel(
     strides,  # of each layout: three row dimensions (None where absent) and time, each / its alignment
     outputs,  # pointers or None; when SUMMARISE the (u, w) of each segment, [N, S] each
     before,  # with FOLD, the (u, w) that a SUMMARISE launch wrote, [N, S] each, a recurrence; else None
-    initial,  # [N], x beyond the window, or None for 0
+    initial,  # x beyond the window, one number a row, or None for 0
     meeting,  # [N, 2 RECURRENCES, S] words, :func:`sealed` by the launch before; or None: segments do not meet
-    N,
-    T_QUOTIENT,  # T / ALIGN
-    string,  # of rows strung together: the steps of one, what to multiply and shift by to divide by them, of how many
-    # rows one is made, and how many steps all have, if fewer than N T; else None
+    N,  # rows
+    T_QUOTIENT,  # their steps T / ALIGN
+    string,  # of rows that are several strung together: the steps of one, what to multiply and shift by to divide by
+    # them, how many are together, and how many steps all have, if fewer than N T; else None
     CHUNKS,  # a segment
     R1,  # sizes of the second and third row dimension, or None
     R2,
     action_stride,
     LAYOUTS: tl.constexpr,  # of each source and then each output: index, powers of two that divide row and time
-    # strides, SKEW if any, whether four neighbours may lie in two rows
+    # strides, SKEW if any, whether of four neighbours some may lie outside their row, or the rows strung together
     KINDS: tl.constexpr,  # an input, as :func:`load` has them
     NEIGHBOURS: tl.constexpr,  # what is read at a neighbouring step: source, kind, shift
     BESIDE: tl.constexpr,  # where among them the successor, each input and each hyper is; None where it is not
@@ -558,9 +570,17 @@ def scan_kernel(
                 next_value = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
                 if BOOTSTRAP_BEHIND:  # one number a row
                     if sources[4] is not None and STRUNG:
-                        row_stride = strides[4 * LAYOUTS[4][0]] * LAYOUTS[4][1]
                         next_value += at_edges(
-                            sources[4], row_stride, string, n, chunk * BLOCK_T, bounds, True, BLOCK_T
+                            sources[4],
+                            strides[4 * LAYOUTS[4][0]],
+                            LAYOUTS[4][1],
+                            string,
+                            n,
+                            chunk * BLOCK_T,
+                            bounds,
+                            True,
+                            REVERSE,
+                            BLOCK_T,
                         ).to(DTYPE)
                     elif sources[4] is not None:
                         start = tl.zeros((1, 1), tl.int32) + first
@@ -622,7 +642,7 @@ def scan_kernel(
         maps = COEFFICIENTS(step, tile, hypers)
         enters = tl.zeros((BLOCK_N, BLOCK_T), DTYPE)
         if STRUNG and initial is not None:
-            enters += at_edges(initial, 1, string, n, chunk * BLOCK_T, bounds, REVERSE, BLOCK_T).to(DTYPE)
+            enters += at_edges(initial, 1, 1, string, n, chunk * BLOCK_T, bounds, REVERSE, REVERSE, BLOCK_T).to(DTYPE)
         x = ()
         x_next = ()
         if RECURRENCES == 0:
@@ -633,7 +653,7 @@ def scan_kernel(
             # what is no transition is the identity map
             u = tl.where(valid, maps[2 * k], 0.0).to(DTYPE)
             w = tl.where(valid, maps[2 * k + 1], 1.0).to(DTYPE)
-            if STRUNG and not TRANSITION:  # of a transition that is last ``w`` is 0 as it is
+            if STRUNG and not (TRANSITION and REVERSE):  # whose ``w`` is 0 at the last step as it is
                 u, w = tl.where(edge, apply(u, w, enters), u), tl.where(edge, 0.0, w)
             maps_to, runs = scan_steps(turn(u, TURNED), turn(w, TURNED), EXCLUSIVE, RUN)
             scanned += (maps_to,)

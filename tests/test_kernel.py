@@ -200,6 +200,29 @@ def test_each_of_rows_strung_together_has_its_own_initial(reverse, device):
     agree(x[..., 0], wanted, 2e-5, 2e-5, "recurrence")
 
 
+@pytest.mark.parametrize("strung", [1, 4, 12])
+def test_gradients_of_rows_strung_together(strung, device):
+    """The backward pass runs forward, and reads what lies behind each row's last step."""
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+    x = rollout(12, 5, seed=1, dtype=torch.float32)
+    gammas, behind = x["gammas"].double().requires_grad_(), x["initial"].double().requires_grad_()
+    following, returns = behind, []
+    for t in reversed(range(5)):
+        following = x["reward"][:, t] + gammas[:, t] * torch.where(x["terminated"][:, t], 0, following)
+        returns.append(following)
+    weights = torch.arange(60.0).view(12, 5)
+    wanted = torch.autograd.grad((torch.stack(returns[::-1], 1) * weights).sum(), (gammas, behind))
+    leaves = [y.detach().float().to(device).requires_grad_() for y in (gammas, behind)]
+    with force_tile(Tile(1, 64, 1, strung=strung)):
+        actual = F.reward2go(
+            x["reward"].to(device), x["terminated"].to(device), leaves[0], bootstrap=leaves[1], time_dim=1
+        )
+        got = torch.autograd.grad((actual * weights.to(device)).sum(), leaves)
+    for a, e in zip(got, wanted, strict=True):
+        agree(a, e, 2e-5, 2e-5, "gradient")
+
+
 @given(rows=st.integers(1, 10**6), steps=st.integers(1, 3000), step_bytes=st.integers(9, 60))
 def test_rows_are_strung_together_where_a_tile_of_them_suits_memory(rows, steps, step_bytes):
     strung = _launch._strung(rows, steps, step_bytes)
