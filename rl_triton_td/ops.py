@@ -497,6 +497,9 @@ def _save(ctx, inputs, output):
             if place == len(saved):
                 saved.append(x)
         ctx.kept.append(place)
+    # where the next values are not kept they are 0, not missing: factors of gradients that there are none of
+    following = [HEAD.index(name) for name in ("next_value", "successor", "bootstrap")]
+    ctx.behind &= all(ctx.places[k] < 0 for k in following) or any(ctx.kept[k] >= 0 for k in following)
     ctx.save_for_backward(*saved)
 
 

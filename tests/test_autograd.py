@@ -140,6 +140,17 @@ def test_gradgradcheck(name, masked):
     check(name, args, functools.partial(gradgradcheck, gen_non_contig_grad_outputs=True))
 
 
+@pytest.mark.parametrize("name", [name for name in FEW if name in WITH_VALUES])
+@pytest.mark.parametrize("per_step", [False, True], ids=["behind", "steps"])
+def test_gradgradcheck_of_shifted_values(name, per_step):
+    """A factor of what has no gradient is 0, where the numbers it is made of were not kept too."""
+    x = rollout(1, 3, seed=47, done=0.3, terminated=0.5 if per_step else 1.0)
+    changes = {"next_state_value": None, "state_value": x["state_value"], "done": x["done"]}
+    changes["bootstrap"] = x["bootstrap"] if per_step else x["behind"]
+    args = arguments(name, x, **changes)
+    check(name, args | ({"lmbda": x["lambdas"]} if "lmbda" in args else {}), gradgradcheck)
+
+
 def test_second_derivatives_where_the_decay_is_zero():
     """Nothing is selected away there but NaN."""
     alpha, beta = torch.randn(2, 5, 1).double().requires_grad_(), torch.zeros(2, 5, 1).double().requires_grad_()
