@@ -167,13 +167,13 @@ def _fill(steps: int) -> float:
 
 
 def _divisor(n: int) -> tuple[int, int]:
-    """What to multiply by and shift by to divide by ``n > 1``: ``umulhi(x, a) >> b == x // n`` for all x < 2^31.
+    """What to multiply by and shift by to divide by ``n > 2``: ``umulhi(x, a) >> b == x // n`` for all x < 2^30.
 
-    Granlund and Montgomery 1994, "Division by invariant integers using multiplication", theorem 4.2.
+    Granlund and Montgomery 1994, "Division by invariant integers using multiplication", theorem 4.2; with one bit less,
+    so that the multiplier is a positive number of 32 bits.
     """
     bits = (n - 1).bit_length()
-    multiplier = -(-(1 << 31 + bits) // n)  # of 32 bits, passed as the signed number that has the same
-    return multiplier - (1 << 32 if multiplier >> 31 else 0), bits - 1
+    return -(-(1 << 30 + bits) // n), bits - 2
 
 
 def _power_of_2(n: int) -> int:

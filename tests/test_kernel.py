@@ -234,12 +234,12 @@ def test_rows_are_strung_together_where_a_tile_of_them_suits_memory(rows, steps,
         assert strung == 1
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 7, 255, 1000, 1001, 2**16 + 1, 2**24 - 1, 2**30 + 1])
+@pytest.mark.parametrize("n", [3, 4, 5, 7, 8, 255, 1000, 1001, 2**16 + 1, 2**24 - 1, 2**29 + 1])
 def test_a_multiplication_divides(n):
     multiplier, shift = _launch._divisor(n)
-    assert -(2**31) <= multiplier < 2**31
-    for x in (0, 1, n - 1, n, n + 1, 2**31 // n * n - 1, 2**31 // n * n, 2**31 - 1):
-        assert (x * (multiplier % 2**32) >> 32) >> shift == x // n
+    assert 0 < multiplier < 2**31 and shift >= 0
+    for x in (0, 1, n - 1, n, n + 1, 2**30 // n * n - 1, 2**30 // n * n, 2**30 - 1):
+        assert x >= 2**30 or (x * multiplier >> 32) >> shift == x // n
 
 
 def test_odd_rows_at_any_address(device):
