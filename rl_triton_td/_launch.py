@@ -319,12 +319,12 @@ class _Launch:
         own_mask = sources[HEAD.index("mask")] is not None and not masked
         entries = _Entries(shape, time_dim, sources, outputs, twins, behind)
         late = self._choose_tile(entries, sources, exclusive, own_mask, tile)
-        self._cut(entries, late, meets and dtype == torch.float32)
-        block_t, steps, strung = self.tile.block_t, self.strung * entries.steps, self.strung > 1
+        self._cut(late, meets and dtype == torch.float32)
+        block_t, steps, strung = self.tile.block_t, self.steps, self.strung > 1
         group = math.gcd(GROUP, block_t) if entries.grouped else 1
         aligned = math.gcd(16, steps)
         at_once = self.segments == 1 or self.meetings is not None
-        skew = self._skew(steps) if entries.flat and group == GROUP and at_once and not strung else 0
+        skew = self._skew() if entries.flat and group == GROUP and at_once and not strung else 0
         total = entries.rows * entries.steps if entries.rows % self.strung else None
         ragged = self.late > 0 and skew > 0 or total is not None  # some of four neighbours may lie outside
         everything = (*sources, *outputs)
@@ -386,10 +386,10 @@ class _Launch:
         self.compiled = self._fire = None  # by the first launch
 
     def _choose_tile(self, entries: _Entries, sources, exclusive: bool, masked: bool, tile: Tile | None) -> int:
-        """Sets ``tile``, ``strung`` and ``rows``; returns by how many steps rows may begin late."""
+        """Sets ``tile``, ``strung``, ``rows`` and ``steps``; returns by how many steps rows may begin late."""
         rows, steps, multiprocessors = entries.rows, entries.steps, _multiprocessors(self.device)
         strung = tile.strung if tile else _strung(rows, steps, entries.step_bytes)
-        fits = strung <= rows and strung * steps % GROUP == 0 and min(steps, tile.block_t if tile else steps) >= GROUP
+        fits = strung <= rows and strung * steps % GROUP == 0 and min(steps, tile.block_t if tile else GROUP) >= GROUP
         self.strung = strung if entries.alike and fits and not self.summarise else 1
         late = 0
         if entries.together and self.strung == 1:
@@ -410,14 +410,14 @@ class _Launch:
             step_bytes=entries.step_bytes,
             multiprocessors=multiprocessors,
         )
-        self.rows = -(-rows // self.strung)
+        self.rows, self.steps = -(-rows // self.strung), self.strung * steps
         return late
 
-    def _cut(self, entries: _Entries, late: int, meets: bool) -> None:
+    def _cut(self, late: int, meets: bool) -> None:
         """Sets ``segments``, the ``chunks`` of each, how they are told of one another, and how ``late`` rows begin."""
-        steps, recurrences = self.strung * entries.steps, self.spec.recurrences
+        recurrences = self.spec.recurrences
         for self.late in dict.fromkeys((late, 0)):
-            chunks = -(-(steps + self.late) // self.tile.block_t)
+            chunks = -(-(self.steps + self.late) // self.tile.block_t)
             self.segments = min(self.tile.segments, chunks)
             if self.strung > 1 and (self.segments < chunks or not meets):
                 self.segments = 1
@@ -434,12 +434,12 @@ class _Launch:
         self.alone = not cut or met
         self.grid = (-(-self.rows // self.tile.block_n), self.segments, 1)
 
-    def _skew(self, steps: int) -> int:
+    def _skew(self) -> int:
         """At multiples of which place in memory chunks begin, not with a row: 0 where they begin with it.
 
         Rows whose lengths are no multiple of what memory gives at once start anywhere in it.
         """
-        chunks = self.chunks * self.segments
+        steps, chunks = self.steps, self.chunks * self.segments
         worth = self.late or self.rows > 1 and chunks > 1 and steps % GROUP == 0
         for skew in (SECTOR, GROUP) if worth else ():
             within = math.gcd(skew, steps)

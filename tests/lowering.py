@@ -144,11 +144,14 @@ def lower(spec, rows, steps, time_contiguous=True, *, shifted=False, masked=Fals
         }  # fmt: skip
 
 
-def _told_apart(ttgir, ptx) -> bool:
+def _told_apart(ttgir, ptx) -> bool | None:
     """Whether of the words that a program waits for every one is read by one thread, or by one in each warp that then
-    waits alone."""
+    waits alone; ``None`` where it waits for none."""
+    if "isVolatile = true" not in ttgir:
+        return None
     waits_together = any("ld.volatile" in loop and "bar.sync" in loop for loop in _loops(ptx))
-    for *tile, layout in re.findall(r"isVolatile = true.*?tensor<(\d+)x(\d+)x!tt\.ptr<i64>, (#\w+)>", ttgir):
+    words = re.findall(r"isVolatile = true.*?tensor<(\d+)x(\d+)x!tt\.ptr<i64>, (#\w+)>", ttgir)
+    for *tile, layout in words:
         spread = re.search(rf"^{layout} = #ttg\.blocked<(.*)>$", ttgir, re.M)[1]
         per_thread, lanes, warps = (
             [int(x) for x in re.search(rf"{name} = \[(\d+), (\d+)\]", spread).groups()]
@@ -157,7 +160,7 @@ def _told_apart(ttgir, ptx) -> bool:
         for size, *held in zip(map(int, tile), per_thread, lanes, warps, strict=True):
             if math.prod(held[:2]) > size or math.prod(held) > size and waits_together:
                 return False
-    return True
+    return len(words) > 0
 
 
 def _loops(ptx):

@@ -27,6 +27,15 @@ SHAPES = [(1, 1), (3, 7), (5, 64), (2, 130)]
 TALL = [pytest.param(4, 1000, marks=pytest.mark.large), pytest.param(2, 5000, marks=pytest.mark.large)]
 
 
+@pytest.fixture
+def tiles(device):
+    if device == "cpu" and not INTERPRET:
+        pytest.skip("the CPU path has no tiles")
+
+
+needs_tiles = pytest.mark.usefixtures("tiles")
+
+
 def run(name, x, time_major, device):
     lay = (lambda y: y.t().contiguous().to(device)) if time_major else (lambda y: y.to(device))
     x = {k: lay(v) if v.ndim == 2 else v.to(device) for k, v in x.items()}
@@ -110,9 +119,8 @@ NAMES = [
 @pytest.mark.parametrize("time_major", [False, True], ids=["rows", "time-major"])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("N,T", [*SHAPES, *TALL])
+@needs_tiles
 def test_every_tile_gives_the_same_numbers(name, tile, N, T, time_major, device):
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     if INTERPRET and (N, T) not in ((3, 7), (2, 130)):
         pytest.skip("two shapes are enough for the interpreter")
     if INTERPRET and tile in SIDE_BY_SIDE and not (time_major and T > 7):
@@ -137,10 +145,9 @@ def test_every_tile_gives_the_same_numbers(name, tile, N, T, time_major, device)
         pytest.param(62, Tile(4, 64, 1), 4, id="an even length in one piece"),
     ],
 )
+@needs_tiles
 def test_rows_that_start_anywhere_in_memory(name, T, tile, skew, device):
     """Chunks begin where memory is read best, so that one may hold the end of a row and what lies beside it."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     _launch._launches.clear()
     x = rollout(5, T, seed=6, dtype=torch.float32)
     beside = [i for i in range(5) if i != 2]
@@ -166,10 +173,9 @@ def test_rows_that_start_anywhere_in_memory(name, T, tile, skew, device):
         pytest.param(40, 4, Tile(1, 64, 1, strung=9), id="as long as a four"),
     ],
 )
+@needs_tiles
 def test_rows_strung_together(name, N, T, tile, device):
     """Several rows are taken as one, and nothing passes from one to the next."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     _launch._launches.clear()
     x = rollout(N, T, seed=6, dtype=torch.float32)
     one = N // 2
@@ -187,9 +193,8 @@ def test_rows_strung_together(name, N, T, tile, device):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+@needs_tiles
 def test_each_of_rows_strung_together_has_its_own_initial(reverse, device):
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     g = torch.Generator().manual_seed(0)
     alpha, beta = (torch.randn(6, 31, 1, generator=g) for _ in range(2))
     initial = torch.randn(6, 1, generator=g)
@@ -201,10 +206,9 @@ def test_each_of_rows_strung_together_has_its_own_initial(reverse, device):
 
 
 @pytest.mark.parametrize("strung", [1, 4, 12])
+@needs_tiles
 def test_gradients_of_rows_strung_together(strung, device):
     """The backward pass runs forward, and reads what lies behind each row's last step."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     x = rollout(12, 5, seed=1, dtype=torch.float32)
     gammas, behind = x["gammas"].double().requires_grad_(), x["initial"].double().requires_grad_()
     following, returns = behind, []
@@ -234,6 +238,18 @@ def test_rows_are_strung_together_where_a_tile_of_them_suits_memory(rows, steps,
         assert strung == 1
 
 
+@pytest.mark.parametrize(
+    "rows, steps, step_bytes, strung",
+    [
+        (65536, 255, 21, 4), (65536, 255, 9, 4), (131072, 127, 21, 4), (2**20, 15, 21, 68), (2**20, 5, 21, 204),
+        (32768, 511, 21, 4), (65536, 250, 21, 2), (65536, 300, 21, 3), (65536, 300, 9, 1), (65536, 256, 21, 1),
+        (16384, 1000, 21, 1), (16384, 1001, 21, 1), (3, 255, 21, 1), (2**20, 3, 21, 1),
+    ],
+)  # fmt: skip
+def test_which_rows_are_strung_together(rows, steps, step_bytes, strung):
+    assert _launch._strung(rows, steps, step_bytes) == strung
+
+
 @pytest.mark.parametrize("n", [3, 4, 5, 7, 8, 255, 1000, 1001, 2**16 + 1, 2**24 - 1, 2**29 + 1])
 def test_a_multiplication_divides(n):
     multiplier, shift = _launch._divisor(n)
@@ -242,10 +258,9 @@ def test_a_multiplication_divides(n):
         assert x >= 2**30 or (x * multiplier >> 32) >> shift == x // n
 
 
+@needs_tiles
 def test_odd_rows_at_any_address(device):
     """Of entries that begin between two places where a thread may read four numbers at once."""
-    if device == "cpu" and not INTERPRET:
-        pytest.skip("the CPU path has no tiles")
     x = rollout(5, 61, seed=7, dtype=torch.float32)
     for entry, strung in itertools.product(("reward", "state_value", "done"), (1, 4)):
         with force_tile(Tile(4, 64, 1, strung=strung)):

@@ -36,7 +36,8 @@ def test_shared_memory_is_enough(reports):
 
 def test_no_two_threads_wait_for_the_same_word(reports):
     """They might see it at different times, and only one of them would go on: unless each waits alone."""
-    assert all(r["told_apart"] for r in reports)
+    waiting = {r["variant"]: r["told_apart"] for r in reports if r["told_apart"] is not None}
+    assert {"gae 1x1000000", "gae 64x16384", "vtrace 64x16383"} <= set(waiting) and all(waiting.values())
 
 
 def test_adjoints_are_among_them(reports):
@@ -53,8 +54,9 @@ def test_the_fused_retrace_is_among_them(reports):
 
 
 def test_rows_are_loaded_four_numbers_at_a_time(reports):
-    dense = [r for r in reports if r["variant"] in ("gae 4096x128", "gae 65536x256", "gae 4096x2048", "gae 16384x1001")]
-    assert len(dense) == 4 and all(r["vector_loads"] >= 3 for r in dense)  # reward, value, next value
+    variants = {f"gae {shape}" for shape in ("4096x128", "65536x256", "4096x2048", "16384x1001", "131072x127")}
+    dense = [r for r in reports if r["variant"] in variants]
+    assert len(dense) == len(variants) and all(r["vector_loads"] >= 3 for r in dense)  # reward, value, next value
 
 
 def test_a_direct_launch_passes_what_the_kernel_takes(reports):
